@@ -9,6 +9,17 @@ pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
+use std::time::Duration;
+
+/// Processor time that this thread has used. Unlike the clock, the machine's other work does not move
+/// it.
+///
+/// # Errors
+/// Fails if the system returns an impossible time.
+pub fn thread_cpu_time() -> anyhow::Result<Duration> {
+    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    Ok(Duration::new(time.tv_sec.try_into()?, time.tv_nsec.try_into()?))
+}
 
 /// Absolute path of the repository's root folder.
 pub fn root() -> PathBuf {

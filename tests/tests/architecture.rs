@@ -9,10 +9,11 @@ use std::process::Command;
 
 /// Crate → crates it may depend on (tests may also use the test kit).
 const ALLOWED: &[(&str, &[&str])] = &[
+    ("cpu", &[]),
     ("types", &[]),
     ("settings", &["types"]),
     ("supervisor", &[]),
-    ("routing", &["settings", "types"]),
+    ("routing", &["cpu", "settings", "types"]),
     ("engine", &["routing", "settings", "types"]),
     ("sandbox", &["settings", "supervisor", "types"]),
     ("tasks", &["settings", "types"]),
@@ -24,7 +25,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ("report", &["handoff", "metrics", "store", "types"]),
     ("sinks", &["metrics", "settings", "store", "types"]),
     ("synthetic", &["routing", "sandbox", "tasks", "types"]),
-    ("moe", &["handoff", "routing", "settings", "types"]),
+    ("moe", &["cpu", "handoff", "routing", "settings", "types"]),
     (
         "coordinator",
         &[
@@ -37,6 +38,7 @@ const ALLOWED: &[(&str, &[&str])] = &[
         &[
             "cli",
             "coordinator",
+            "cpu",
             "engine",
             "handoff",
             "rollout",
@@ -156,6 +158,62 @@ fn untrusted_dependencies_are_reported() {
     }
     let unsummed = package("serde", "1.0.0", registry).replace("checksum", "other");
     assert!(distrusted(&unsummed)[0].contains("checksum"));
+}
+
+/// Crates that use `orchestrate-cpu` without choosing code by it.
+const NOT_NUMERIC: &[(&str, &str)] = &[
+    ("orchestrate-bench", "reports the instruction sets, and measures floors with them"),
+    ("orchestrate-cli", "checks the variable of the environment"),
+];
+
+#[test]
+fn every_crate_that_chooses_code_by_instruction_set_is_tested_without_it() {
+    let output = Command::new(env!("CARGO"))
+        .args(["metadata", "--format-version", "1", "--no-deps", "--locked"])
+        .current_dir(orchestrate_e2e::root())
+        .output()
+        .unwrap();
+    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut choosing = BTreeSet::from(["orchestrate-cpu".to_owned()]);
+    for package in metadata["packages"].as_array().unwrap() {
+        let name = package["name"].as_str().unwrap();
+        let uses = |dependency: &serde_json::Value| {
+            dependency["name"] == "orchestrate-cpu" && dependency["kind"].is_null()
+        };
+        let numeric = NOT_NUMERIC.iter().all(|(other, _)| *other != name);
+        if numeric && package["dependencies"].as_array().unwrap().iter().any(uses) {
+            choosing.insert(name.to_owned());
+        }
+    }
+    let script = std::fs::read_to_string(orchestrate_e2e::root().join("scripts/test")).unwrap();
+    let line = script.lines().find_map(|line| line.strip_prefix("numeric_crates=")).unwrap();
+    let tested: BTreeSet<String> =
+        line.trim_matches('"').split_whitespace().map(str::to_owned).collect();
+    assert_eq!(tested, choosing, "scripts/test runs these under ORCHESTRATE_CPU");
+}
+
+#[test]
+fn instruction_sets_are_detected_in_one_crate_only() {
+    let mut folders = vec![orchestrate_e2e::root().join("crates")];
+    let mut wrong = Vec::new();
+    while let Some(folder) = folders.pop() {
+        for entry in std::fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let in_cpu = path.ends_with("crates/cpu");
+            if path.is_dir() && !in_cpu {
+                folders.push(path);
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = std::fs::read_to_string(&path).unwrap();
+                // Macros of the standard library, and crates that choose code at run time.
+                for word in ["feature_detected!", "multiversion", "pulp::", "cpufeatures"] {
+                    if text.contains(word) {
+                        wrong.push(format!("{}: {word}", path.display()));
+                    }
+                }
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "ask orchestrate_cpu::Level instead: {wrong:?}");
 }
 
 #[test]

@@ -19,8 +19,8 @@ pub(crate) struct Machine {
     version: &'static str,
     /// `release`, or `debug`, whose numbers say nothing about a release.
     profile: &'static str,
-    /// Vector instruction sets of the processor that the code can choose.
-    target_features: Vec<&'static str>,
+    /// Instruction sets in use, e.g. `avx512 vnni vbmi`.
+    instruction_sets: String,
 }
 
 impl Machine {
@@ -48,7 +48,7 @@ impl Machine {
             kernel: read("/proc/sys/kernel/osrelease").trim().to_owned(),
             version: env!("CARGO_PKG_VERSION"),
             profile: if cfg!(debug_assertions) { "debug" } else { "release" },
-            target_features: target_features(),
+            instruction_sets: orchestrate_cpu::Level::current().to_string(),
         }
     }
 
@@ -60,28 +60,11 @@ impl Machine {
              orchestrate {} ({})",
             self.cpu,
             self.cores,
-            self.target_features.join(" "),
+            self.instruction_sets,
             self.memory_bytes as f64 / f64::from(1 << 30),
             self.kernel,
             self.version,
             self.profile,
         )
     }
-}
-
-#[cfg(target_arch = "x86_64")]
-fn target_features() -> Vec<&'static str> {
-    let found = [
-        ("ssse3", std::arch::is_x86_feature_detected!("ssse3")),
-        ("avx2", std::arch::is_x86_feature_detected!("avx2")),
-        ("avx512f", std::arch::is_x86_feature_detected!("avx512f")),
-        ("avx512bw", std::arch::is_x86_feature_detected!("avx512bw")),
-        ("avx512vbmi", std::arch::is_x86_feature_detected!("avx512vbmi")),
-    ];
-    found.into_iter().filter_map(|(name, there)| there.then_some(name)).collect()
-}
-
-#[cfg(not(target_arch = "x86_64"))]
-fn target_features() -> Vec<&'static str> {
-    Vec::new()
 }

@@ -24,6 +24,7 @@ fn main() -> ExitCode {
 }
 
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
+    orchestrate_cli::check_environment()?;
     match command {
         Command::Routing(args) => tokio::task::spawn_blocking(move || routing::run(&args)).await?,
         Command::Rollout(args) => rollout::run(&args).await,

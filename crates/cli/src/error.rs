@@ -12,6 +12,9 @@ use std::net::SocketAddr;
 /// Exit code 2.
 #[derive(Debug, thiserror::Error)]
 pub enum UsageError {
+    /// The environment names an instruction set that does not exist.
+    #[error(transparent)]
+    Cpu(#[from] orchestrate_cpu::UnknownLimit),
     /// No such task in the environment.
     #[error("no task `{id}` among {known} tasks (orchestrate tasks list)")]
     UnknownTask {

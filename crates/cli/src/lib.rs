@@ -52,7 +52,16 @@ pub fn main() -> ExitCode {
     }
 }
 
+/// Checks variables of the environment that no setting repeats.
+///
+/// # Errors
+/// A [`UsageError`] if one has an invalid value.
+pub fn check_environment() -> anyhow::Result<()> {
+    Ok(orchestrate_cpu::check().map_err(UsageError::from)?)
+}
+
 async fn dispatch(command: Command) -> anyhow::Result<ExitCode> {
+    check_environment()?;
     match command {
         Command::Run(args) => commands::run::run(args).await,
         Command::Eval(args) => commands::eval::run(args, "eval").await,

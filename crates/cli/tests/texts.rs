@@ -81,7 +81,7 @@ fn check_commands_page(all: &[(String, String)]) {
     assert!(committed == page, "docs/src/commands.md is out of date; run {remedy}");
 }
 
-/// The output and exit code of a command; paths that differ between machines are replaced.
+/// The output and exit code of a command; paths and ports that differ between machines are replaced.
 fn transcript(args: &[&str], folder: &Path) -> String {
     let output = program(args).output().unwrap();
     let mut text = format!("$ orchestrate {}\n", args.join(" "));
@@ -89,8 +89,16 @@ fn transcript(args: &[&str], folder: &Path) -> String {
         text.push_str(&String::from_utf8_lossy(stream));
     }
     let code = output.status.code().unwrap_or(-1);
-    let text = format!("{text}exit code {code}\n\n");
+    let text = without_port(&format!("{text}exit code {code}\n\n"));
     text.replace(folder.to_str().unwrap(), "[folder]").replace(root().to_str().unwrap(), "[root]")
+}
+
+/// Replaces the port of a server that chose a free one.
+fn without_port(text: &str) -> String {
+    let mark = "listening on http://127.0.0.1:";
+    let Some((before, after)) = text.split_once(mark) else { return text.to_owned() };
+    let rest = after.trim_start_matches(|c: char| c.is_ascii_digit());
+    format!("{before}{mark}[port]{rest}")
 }
 
 fn transcripts(cases: &[&[&str]], folder: &Path) -> String {
@@ -228,17 +236,9 @@ fn output_of_every_exit_status() {
         &["gc"],
         &["gc", "--run-dir", &absent],
         &["warm-start", "--out", &empty, "--from", &absent],
-        &["serve-engine", "--model", &absent, "--listen", "127.0.0.1:21741"],
+        &["serve-engine", "--model", &absent, "--listen", "127.0.0.1:0"],
         &["serve-engine", "--model", &empty, "--listen", "nowhere"],
-        &[
-            "serve-trainer",
-            "--model",
-            &absent,
-            "--checkpoints",
-            &empty,
-            "--listen",
-            "127.0.0.1:21742",
-        ],
+        &["serve-trainer", "--model", &absent, "--checkpoints", &empty, "--listen", "127.0.0.1:0"],
         &["completions", "nosuch"],
     ];
     insta::assert_snapshot!("exit-paths", transcripts(cases, folder.path()));

@@ -102,6 +102,7 @@ impl Delays {
 }
 
 /// Longest delay that falls into a bucket.
+#[expect(clippy::disallowed_methods, reason = "a measured time")]
 fn upper(bucket: usize) -> Duration {
     Duration::from_secs_f64(1e-6 * (bucket as f64 / PER_DOUBLING).exp2())
 }

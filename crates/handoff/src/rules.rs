@@ -96,6 +96,7 @@ impl Number {
             Self::Sum(one, two) => one.of(h) + two.of(h),
             Self::Difference(one, two) => one.of(h) - two.of(h),
             Self::Negative(number) => -number.of(h),
+            #[expect(clippy::disallowed_methods, reason = "compared with a tolerance")]
             Self::Logarithm(number) => number.of(h).ln(),
         }
     }

@@ -12,12 +12,12 @@ pub const EXTREME_RATIOS: [f64; 6] = [1.05, 1.2, 1.5, 2.0, 5.0, 10.0];
 /// The k3 estimator `ρ − 1 − ln ρ` with `ln ρ = trainer − sampler`, both in nats.
 pub fn k3(trainer: f64, sampler: f64) -> f64 {
     let log_ratio = trainer - sampler;
-    log_ratio.exp() - 1.0 - log_ratio
+    libm::exp(log_ratio) - 1.0 - log_ratio
 }
 
 /// Whether `max(ρ, 1/ρ) > τ` (strictly), compared in log space.
 pub fn is_extreme(trainer: f64, sampler: f64, tau: f64) -> bool {
-    (trainer - sampler).abs() > tau.ln()
+    (trainer - sampler).abs() > libm::log(tau)
 }
 
 /// Accumulates the probability mismatch over loss tokens.
@@ -41,7 +41,7 @@ impl MismatchSum {
         self.tokens += 1;
         self.k3 += k3(trainer, sampler);
         self.absolute += (trainer - sampler).abs();
-        self.probabilities += (trainer.exp() - sampler.exp()).abs();
+        self.probabilities += (libm::exp(trainer) - libm::exp(sampler)).abs();
         for (count, tau) in self.extreme.iter_mut().zip(EXTREME_RATIOS) {
             *count += u64::from(is_extreme(trainer, sampler, tau));
         }
@@ -193,8 +193,8 @@ impl ExpertLoad {
         let entropy = |counts: &Vec<u64>| {
             let all = counts.iter().sum::<u64>().max(1) as f64;
             let shares = counts.iter().filter(|&&n| n > 0).map(|&n| n as f64 / all);
-            let nats: f64 = shares.map(|p| -p * p.ln()).sum();
-            nats / (counts.len().max(2) as f64).ln()
+            let nats: f64 = shares.map(|p| -p * libm::log(p)).sum();
+            nats / libm::log(counts.len().max(2) as f64)
         };
         self.0.iter().map(entropy).collect()
     }
@@ -230,7 +230,7 @@ impl RolloutRatioSum {
     /// of weights that the correction changed.
     pub fn add(&mut self, log_ratios: &[f64], weights: &[f64], corrected: usize) {
         for log in log_ratios {
-            let ratio = log.exp();
+            let ratio = libm::exp(*log);
             self.sum += ratio;
             self.squares += ratio * ratio;
             self.max = self.max.max(ratio);
@@ -301,8 +301,8 @@ mod tests {
     #[test]
     fn mean_k3_over_sampled_tokens_is_the_kl_divergence() {
         let (q, p) = ([0.5_f64, 0.3, 0.15, 0.05], [0.4_f64, 0.35, 0.05, 0.2]);
-        let mean: f64 = q.iter().zip(&p).map(|(q, p)| q * k3(p.ln(), q.ln())).sum();
-        let divergence: f64 = q.iter().zip(&p).map(|(q, p)| q * (q / p).ln()).sum();
+        let mean: f64 = q.iter().zip(&p).map(|(q, p)| q * k3(libm::log(*p), libm::log(*q))).sum();
+        let divergence: f64 = q.iter().zip(&p).map(|(q, p)| q * libm::log(q / p)).sum();
         close(&[mean], &[divergence], 1e-12);
     }
 
@@ -349,7 +349,7 @@ mod tests {
         even.add(&[0.1; 4], &[1.0; 4], 0);
         close(&[even.finish().effective_share], &[1.0], 1e-12);
         let mut odd = RolloutRatioSum::default();
-        odd.add(&[0.0, 0.0, 0.0, 3.0_f64.ln()], &[1.0, 1.0, 1.0, 2.0], 1);
+        odd.add(&[0.0, 0.0, 0.0, libm::log(3.0)], &[1.0, 1.0, 1.0, 2.0], 1);
         let found = odd.finish();
         // Mean 1.5, mean square 3: 1.5² / 3.
         let all =

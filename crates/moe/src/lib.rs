@@ -4,6 +4,7 @@
 pub mod checkpoint;
 mod config;
 pub mod diagnostics;
+mod fused;
 #[cfg(test)]
 mod golden;
 pub mod http;

@@ -198,10 +198,10 @@ fn normal(rng: &mut ChaCha8Rng, count: usize, deviation: f64) -> Vec<f32> {
     let mut values = Vec::with_capacity(count + 1);
     while values.len() < count {
         let (a, b): (f64, f64) = (rng.random(), rng.random());
-        let radius = deviation * (-2.0 * (1.0 - a).ln()).sqrt();
+        let radius = deviation * (-2.0 * libm::log(1.0 - a)).sqrt();
         let angle = std::f64::consts::TAU * b;
-        values.push((radius * angle.cos()) as f32);
-        values.push((radius * angle.sin()) as f32);
+        values.push((radius * libm::cos(angle)) as f32);
+        values.push((radius * libm::sin(angle)) as f32);
     }
     values.truncate(count);
     values

@@ -5,6 +5,7 @@
 //! exactly the text that `base64-simd` accepts; the tests compare the two.
 
 use base64_simd::STANDARD;
+use orchestrate_cpu::Level;
 
 /// Characters of a base64 group.
 pub(crate) const GROUP_CHARS: usize = 4;
@@ -14,7 +15,11 @@ pub(crate) const GROUP_BYTES: usize = 3;
 /// Decodes `chars`, standard base64 with padding, to the end of `out`. `None` if the text is invalid;
 /// the content appended to `out` is then unspecified.
 pub(crate) fn append(chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
-    let rest = wide::append(chars, out)?;
+    append_on(Level::current(), chars, out)
+}
+
+fn append_on(level: Level, chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
+    let rest = wide::append(level, chars, out)?;
     STANDARD.decode_append(rest, out).ok()
 }
 
@@ -26,6 +31,7 @@ mod wide {
     )]
 
     use crate::base64::{GROUP_BYTES, GROUP_CHARS};
+    use orchestrate_cpu::Level;
     use std::arch::x86_64::{
         _MM_HINT_ET0, _mm_prefetch, _mm512_loadu_epi8, _mm512_madd_epi16, _mm512_maddubs_epi16,
         _mm512_mask_storeu_epi8, _mm512_movepi8_mask, _mm512_or_si512, _mm512_permutex2var_epi8,
@@ -77,17 +83,17 @@ mod wide {
 
     /// Decodes leading characters of `chars` to the end of `out` and returns the rest, which includes
     /// any padding. `None` if a character is not in the alphabet.
-    pub(super) fn append<'a>(chars: &'a [u8], out: &mut Vec<u8>) -> Option<&'a [u8]> {
-        let available = is_x86_feature_detected!("avx512f")
-            && is_x86_feature_detected!("avx512bw")
-            && is_x86_feature_detected!("avx512vbmi");
-        let blocks = if available { chars.len().saturating_sub(1) / BLOCK_CHARS } else { 0 };
+    pub(super) fn append<'a>(level: Level, chars: &'a [u8], out: &mut Vec<u8>) -> Option<&'a [u8]> {
+        if !level.byte_permutations() {
+            return Some(chars);
+        }
+        let blocks = chars.len().saturating_sub(1) / BLOCK_CHARS;
         if blocks == 0 {
             return Some(chars);
         }
         let (wide, rest) = chars.split_at(blocks * BLOCK_CHARS);
         out.reserve(chars.len() / GROUP_CHARS * GROUP_BYTES);
-        // SAFETY: `blocks` is 0 unless the processor has all features of the function.
+        // SAFETY: the level says that the processor has all features of the function.
         let valid = unsafe { decode(wide.as_chunks().0, out.spare_capacity_mut()) };
         if !valid {
             return None;
@@ -146,20 +152,33 @@ mod wide {
 mod wide {
     /// Decodes nothing, so that `base64-simd` decodes all of the text.
     #[expect(clippy::unnecessary_wraps, reason = "same signature as on x86-64")]
-    pub(super) fn append<'a>(chars: &'a [u8], _out: &mut Vec<u8>) -> Option<&'a [u8]> {
+    pub(super) fn append<'a>(
+        _level: orchestrate_cpu::Level,
+        chars: &'a [u8],
+        _out: &mut Vec<u8>,
+    ) -> Option<&'a [u8]> {
         Some(chars)
     }
 }
 
 #[cfg(test)]
 mod tests {
-    use super::append;
+    use super::append_on;
     use base64_simd::STANDARD;
+    use orchestrate_cpu::Level;
     use proptest::prelude::*;
 
+    /// The same on all levels of this processor.
     fn decoded(text: &[u8]) -> Option<Vec<u8>> {
-        let mut out = b"before".to_vec();
-        append(text, &mut out).map(|()| out.split_off(6))
+        let results: Vec<Option<Vec<u8>>> = Level::supported()
+            .into_iter()
+            .map(|level| {
+                let mut out = b"before".to_vec();
+                append_on(level, text, &mut out).map(|()| out.split_off(6))
+            })
+            .collect();
+        assert!(results.iter().all(|result| *result == results[0]));
+        results.into_iter().next().flatten()
     }
 
     #[test]

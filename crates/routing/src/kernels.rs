@@ -1,13 +1,13 @@
 //! The inner loops over ids: plain Rust over fixed-size chunks, which the compiler vectorises once
-//! per instruction set; `pulp` selects one at run time. The loops only detect *that* there is an
+//! per instruction set; [`Level`] selects one at run time. The loops only detect *that* there is an
 //! error; [`crate::check::explain`] finds which.
 #![expect(
     clippy::inline_always,
-    reason = "a loop that is not inlined into pulp's dispatch is compiled for the baseline instruction set"
+    reason = "a loop that is not inlined into the call of `Level::run` is compiled for the base"
 )]
 
+use orchestrate_cpu::Level;
 use orchestrate_types::ModelShape;
-use pulp::{Arch, NullaryFnOnce};
 
 /// Type of an id on the wire, little-endian.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -42,33 +42,20 @@ impl WireId {
 /// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), truncating those that do not fit.
 /// Returns whether any id is negative or above `limit`; `out` is then invalid.
 pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
-    Arch::new().dispatch(Narrow { ids, wire, width, out, limit })
+    Level::current().run(|| narrow_by(ids, wire, width, out, limit))
 }
 
-struct Narrow<'a> {
-    ids: WireId,
-    wire: &'a [u8],
-    width: usize,
-    out: &'a mut [u8],
-    limit: usize,
-}
-
-impl NullaryFnOnce for Narrow<'_> {
-    type Output = bool;
-
-    #[inline(always)]
-    fn call(self) -> bool {
-        let Self { ids, wire, width, out, limit } = self;
-        let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
-        match (ids, width) {
-            (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
-            // Negative ids, read as unsigned, exceed every limit up to the largest signed number.
-            (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
-            (WireId::U16, _) => copy_u16(wire, out, limit16),
-            (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
-            (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
-            (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
-        }
+#[inline(always)]
+fn narrow_by(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
+    let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
+    match (ids, width) {
+        (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
+        // Negative ids, read as unsigned, exceed every limit up to the largest signed number.
+        (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
+        (WireId::U16, _) => copy_u16(wire, out, limit16),
+        (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
+        (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
+        (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
     }
 }
 
@@ -140,29 +127,18 @@ pub(crate) fn any_set(bytes: &[u8]) -> bool {
 
 /// Whether any stored id is above `limit`.
 pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
-    Arch::new().dispatch(AnyAbove { stored, width, limit })
+    Level::current().run(|| any_above_by(stored, width, limit))
 }
 
-struct AnyAbove<'a> {
-    stored: &'a [u8],
-    width: usize,
-    limit: usize,
-}
-
-impl NullaryFnOnce for AnyAbove<'_> {
-    type Output = bool;
-
-    #[inline(always)]
-    fn call(self) -> bool {
-        let Self { stored, width, limit } = self;
-        if width == 1 {
-            let limit = u8::try_from(limit).unwrap_or(u8::MAX);
-            stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
-        } else {
-            let limit = u16::try_from(limit).unwrap_or(u16::MAX);
-            let above = |id: &[u8; 2]| u16::from_le_bytes(*id).saturating_sub(limit);
-            stored.as_chunks().0.iter().fold(0, |all, id| all | above(id)) != 0
-        }
+#[inline(always)]
+fn any_above_by(stored: &[u8], width: usize, limit: usize) -> bool {
+    if width == 1 {
+        let limit = u8::try_from(limit).unwrap_or(u8::MAX);
+        stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
+    } else {
+        let limit = u16::try_from(limit).unwrap_or(u16::MAX);
+        let above = |id: &[u8; 2]| u16::from_le_bytes(*id).saturating_sub(limit);
+        stored.as_chunks().0.iter().fold(0, |all, id| all | above(id)) != 0
     }
 }
 
@@ -196,21 +172,12 @@ impl Repeats {
 
     /// Whether any choice in `stored` (whole choices in stored form) repeats an expert.
     pub(crate) fn any(&self, stored: &[u8]) -> bool {
-        Arch::new().dispatch(AnyRepeats { repeats: self, stored })
+        Level::current().run(|| self.any_by(stored))
     }
-}
-
-struct AnyRepeats<'a> {
-    repeats: &'a Repeats,
-    stored: &'a [u8],
-}
-
-impl NullaryFnOnce for AnyRepeats<'_> {
-    type Output = bool;
 
     #[inline(always)]
-    fn call(self) -> bool {
-        let Self { repeats: Repeats { top_k, width, slots }, stored } = self;
+    fn any_by(&self, stored: &[u8]) -> bool {
+        let Self { top_k, width, slots } = self;
         match (*top_k, *width) {
             (8, 1) => repeats_8_of_u8(stored.as_chunks().0),
             (8, _) => repeats_8_of_u16(stored.as_chunks().0.as_chunks().0),

@@ -3,8 +3,8 @@
 //! Invariant: each row of a result is computed from its own input row by a fixed sequence of
 //! operations, whatever else is in the batch. This makes a request independent of the rest of its
 //! batch, a cached prefix equal to a computed one, and an episode reproducible bit by bit from its
-//! seed. Each kernel is written once and compiled for several instruction sets; the widest one that
-//! the CPU supports is chosen at start-up.
+//! seed. Each kernel is written once and compiled for several instruction sets, which give the same
+//! bits; the widest one that the processor has is chosen at start-up.
 #![expect(
     clippy::indexing_slicing,
     reason = "dense numeric code; lengths are asserted at the entry of each kernel"
@@ -15,49 +15,15 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
 )]
 
+use crate::fused::fused;
+use crate::train::real::Real;
+use orchestrate_cpu::Level;
+
 /// Number of values in one [`Lanes`].
 const LANES: usize = 16;
 /// Number of columns computed together; a panel of this many columns and 128 rows fits the L1
 /// cache.
 const PANEL: usize = 2 * LANES;
-/// The instruction set in use. Created only by [`Level::detect`], so a value proves CPU support.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) struct Level {
-    pub(super) isa: Isa,
-    /// Whether the CPU has byte dot products on 512-bit registers (AVX-512 VNNI).
-    pub(super) byte_dots: bool,
-}
-
-/// Instruction sets for which kernels are compiled.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(super) enum Isa {
-    #[cfg(target_arch = "x86_64")]
-    Avx512,
-    #[cfg(target_arch = "x86_64")]
-    Avx2,
-    Base,
-}
-
-impl Level {
-    /// Detects the widest instruction set of this CPU.
-    pub(crate) fn detect() -> Self {
-        #[cfg(target_arch = "x86_64")]
-        {
-            if is_x86_feature_detected!("avx512f")
-                && is_x86_feature_detected!("avx512bw")
-                && is_x86_feature_detected!("avx512vl")
-                && is_x86_feature_detected!("fma")
-            {
-                let byte_dots = is_x86_feature_detected!("avx512vnni");
-                return Self { isa: Isa::Avx512, byte_dots };
-            }
-            if is_x86_feature_detected!("avx2") && is_x86_feature_detected!("fma") {
-                return Self { isa: Isa::Avx2, byte_dots: false };
-            }
-        }
-        Self { isa: Isa::Base, byte_dots: false }
-    }
-}
 
 /// Compiles `$body::<FUSED, WIDE>` for every instruction set and calls the one in `level`.
 macro_rules! dispatch {
@@ -74,26 +40,20 @@ macro_rules! dispatch {
             fn middle($($arg: $ty),*) {
                 $body::<true, false>($($arg),*);
             }
-            match level.isa {
+            match level.set() {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: this `Level` exists only if the CPU has the features.
-                $crate::infer::kernels::Isa::Avx512 => unsafe { wide($($arg),*) },
+                orchestrate_cpu::InstructionSet::Avx512 => unsafe { wide($($arg),*) },
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
-                $crate::infer::kernels::Isa::Avx2 => unsafe { middle($($arg),*) },
-                $crate::infer::kernels::Isa::Base => $body::<{ cfg!(target_arch = "aarch64") }, false>($($arg),*),
+                orchestrate_cpu::InstructionSet::Avx2 => unsafe { middle($($arg),*) },
+                _ => $body::<{ $crate::fused::BASE }, false>($($arg),*),
             }
         }
     };
 }
 
 pub(super) use dispatch;
-
-/// `a * b + c`, fused if the hardware supports it (the software fallback is far too slow).
-#[inline(always)]
-pub(super) fn madd<const FUSED: bool>(a: f32, b: f32, c: f32) -> f32 {
-    if FUSED { a.mul_add(b, c) } else { a * b + c }
-}
 
 /// One register of values. Its loops use indices because those reliably compile to vector code;
 /// iterator chains do not.
@@ -119,12 +79,23 @@ impl Lanes {
         Self(all)
     }
 
+    /// `self + other`.
+    #[inline(always)]
+    fn add(mut self, other: Self) -> Self {
+        let mut j = 0;
+        while j < LANES {
+            self.0[j] += other.0[j];
+            j += 1;
+        }
+        self
+    }
+
     /// `self + value * other`.
     #[inline(always)]
     fn add_scaled<const FUSED: bool>(mut self, value: f32, other: Self) -> Self {
         let mut j = 0;
         while j < LANES {
-            self.0[j] = madd::<FUSED>(value, other.0[j], self.0[j]);
+            self.0[j] = fused::<FUSED>(value, other.0[j], self.0[j]);
             j += 1;
         }
         self
@@ -135,7 +106,7 @@ impl Lanes {
     fn add_product<const FUSED: bool>(mut self, a: Self, b: Self) -> Self {
         let mut j = 0;
         while j < LANES {
-            self.0[j] = madd::<FUSED>(a.0[j], b.0[j], self.0[j]);
+            self.0[j] = fused::<FUSED>(a.0[j], b.0[j], self.0[j]);
             j += 1;
         }
         self
@@ -252,26 +223,6 @@ fn tile<const ROWS: usize, const FUSED: bool>(
     }
 }
 
-/// `eˣ` to about 2 units in the last place, written so that loops over it vectorise. Inputs are
-/// clamped to ±87; `NaN` stays `NaN`.
-#[inline(always)]
-fn exp<const FUSED: bool>(x: f32) -> f32 {
-    /// Adding this leaves the nearest integer in the low mantissa bits.
-    const ROUND: f32 = 12_582_912.0;
-    let x = if x < -87.0 { -87.0 } else { x };
-    let x = if x > 87.0 { 87.0 } else { x };
-    let shifted = madd::<FUSED>(x, std::f32::consts::LOG2_E, ROUND);
-    let power = shifted - ROUND;
-    let r = madd::<FUSED>(power, -0.693_359_4, x);
-    let r = madd::<FUSED>(power, 2.121_944_4e-4, r);
-    let mut p = 1.987_569_1e-4;
-    for c in [1.398_199_9e-3, 8.333_452e-3, 4.166_579_6e-2, 1.666_666_5e-1, 0.5] {
-        p = madd::<FUSED>(p, r, c);
-    }
-    let e = madd::<FUSED>(p * r, r, r) + 1.0;
-    f32::from_bits(e.to_bits().wrapping_add(shifted.to_bits() << 23))
-}
-
 dispatch!(
     /// RMSNorm of every row of `x` (`[rows, weight.len()]`) into `out`.
     pub(crate) rms_norm => rms_norm_body(x: &[f32], weight: &[f32], eps: f32, out: &mut [f32])
@@ -319,7 +270,7 @@ fn gated_silu_body<const FUSED: bool, const WIDE: bool>(x: &[f32], width: usize,
     for (x, out) in x.chunks_exact(2 * width).zip(out.chunks_exact_mut(width)) {
         let (gate, up) = x.split_at(width);
         for ((o, &g), &u) in out.iter_mut().zip(gate).zip(up) {
-            *o = g / (1.0 + exp::<FUSED>(-g)) * u;
+            *o = g / (1.0 + Real::exp(-g)) * u;
         }
     }
 }
@@ -346,18 +297,18 @@ fn exp_shifted_body<const FUSED: bool, const WIDE: bool>(
             j += 1;
         }
     }
-    let mut max = largest.0.into_iter().fold(f32::NEG_INFINITY, f32::max);
+    let mut max = largest.0.into_iter().fold(f32::NEG_INFINITY, Real::max);
     for v in rest {
         *v *= scale;
-        max = max.max(*v);
+        max = Real::max(max, *v);
     }
     for v in x.iter_mut() {
-        *v = exp::<FUSED>(*v - max);
+        *v = Real::exp(*v - max);
     }
     let (lanes, rest) = x.as_chunks::<LANES>();
     let mut sums = Lanes::partial(rest);
     for lane in lanes {
-        sums = sums.add_scaled::<false>(1.0, Lanes(*lane));
+        sums = sums.add(Lanes(*lane));
     }
     *stats = [max, sums.sum()];
 }

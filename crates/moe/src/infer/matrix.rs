@@ -1,7 +1,8 @@
 //! Weight matrices in the in-memory format of the engine.
 
-use super::kernels::{Dense, Level};
+use super::kernels::Dense;
 use super::quantized::{BLOCK, Bits, Quantized};
+use orchestrate_cpu::Level;
 use std::sync::Arc;
 
 /// Format in which weight matrices are stored in memory and multiplied.

@@ -10,6 +10,8 @@
 mod body;
 mod cache;
 mod control;
+#[cfg(test)]
+mod digest_tests;
 mod engine;
 mod fields;
 mod generate;

@@ -6,11 +6,12 @@
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over checked shapes")]
 #![expect(clippy::cast_possible_truncation, reason = "constants of the model are used in f32")]
 
-use super::kernels::{Dense, KvView, Level, attend, exp_shifted, gated_silu, rms_norm};
+use super::kernels::{Dense, KvView, attend, exp_shifted, gated_silu, rms_norm};
 use super::matrix::{Matrix, WeightFormat};
 use super::quantized::Quantized;
 use crate::router::RouterFamily;
 use crate::{CheckpointError, ModelConfig, Weights};
+use orchestrate_cpu::Level;
 use std::sync::Arc;
 
 /// Token embedding `[vocab, hidden]`, read row by row.
@@ -206,7 +207,7 @@ impl Model {
         };
         Ok(Self {
             config,
-            level: Level::detect(),
+            level: Level::current(),
             embedding,
             layers,
             norm,
@@ -245,7 +246,7 @@ impl Model {
             for position in chunk.slots.len() - chunk.tokens.len()..chunk.slots.len() {
                 // In f64, as in the trainer: f32 angles would be inaccurate.
                 scratch.angles.extend(self.inverse_frequencies.iter().map(|f| {
-                    let (sin, cos) = (position as f64 * f).sin_cos();
+                    let (sin, cos) = libm::sincos(position as f64 * f);
                     (sin as f32, cos as f32)
                 }));
             }
@@ -426,13 +427,13 @@ impl Model {
         for p in logits {
             *p /= stats[1];
         }
-        stats[0] + stats[1].ln()
+        stats[0] + libm::logf(stats[1])
     }
 }
 
 fn rope_frequencies(config: &ModelConfig) -> Vec<f64> {
     let half = config.head_dim / 2;
-    (0..half).map(|i| config.rope_base().powf(-(i as f64) / half as f64)).collect()
+    (0..half).map(|i| libm::pow(config.rope_base(), -(i as f64) / half as f64)).collect()
 }
 
 /// Slots of the new tokens of all chunks.

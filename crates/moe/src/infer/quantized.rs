@@ -16,8 +16,10 @@
     reason = "a body is compiled for an instruction set only where it is inlined into its wrapper"
 )]
 
-use super::kernels::{Level, dispatch, madd};
+use super::kernels::dispatch;
+use crate::fused::fused;
 use half::f16;
+use orchestrate_cpu::Level;
 
 /// Number of consecutive values that share a scale.
 pub(crate) const BLOCK: usize = 32;
@@ -104,8 +106,8 @@ impl Quantized {
         let mut input = Input { bytes: vec![0; x.len()], scales: vec![0.0; x.len() / BLOCK] };
         quantize(level, x, &mut input);
         #[cfg(target_arch = "x86_64")]
-        if level.byte_dots {
-            // SAFETY: `byte_dots` is set only if the CPU has these instructions.
+        if level.byte_dots() {
+            // SAFETY: the level says that the CPU has these instructions.
             unsafe { vnni::product(self, &input, out) };
             return;
         }
@@ -200,7 +202,7 @@ fn portable_body<const FUSED: bool, const WIDE: bool>(
                 }
                 for (c, sum) in sums.iter_mut().enumerate() {
                     let dot = (dots[c] - tile.excess[c]) as f32;
-                    *sum = madd::<FUSED>(dot, scale * tile.scales[c], *sum);
+                    *sum = fused::<FUSED>(dot, scale * tile.scales[c], *sum);
                 }
             }
             store(&sums, index, out);
@@ -318,7 +320,7 @@ mod tests {
         let x = values(2, 6 * 96);
         let matrix = Quantized::pack(Bits::Eight, &weights, n, k);
         let mut out = vec![0.0; rows * n];
-        matrix.apply(Level::detect(), &x, &mut out);
+        matrix.apply(Level::current(), &x, &mut out);
 
         let blocks = |v: &[f32]| {
             let mut blocks = vec![BlockQ8_0::zeros(); v.len() / BLOCK];
@@ -360,12 +362,14 @@ mod tests {
     fn instruction_sets_give_identical_bits() {
         let matrix = Quantized::pack(Bits::Eight, &values(3, 48 * 64), 48, 64);
         let x = values(4, 5 * 64);
-        let detected = Level::detect();
-        let [a, b] = [detected, Level { byte_dots: false, ..detected }].map(|level| {
+        let product = |level| {
             let mut out = vec![0.0; 5 * 48];
             matrix.apply(level, &x, &mut out);
             out.into_iter().map(f32::to_bits).collect::<Vec<_>>()
-        });
-        assert_eq!(a, b);
+        };
+        let products: Vec<_> = Level::supported().into_iter().map(product).collect();
+        for other in &products[1..] {
+            assert_eq!(&products[0], other);
+        }
     }
 }

@@ -44,11 +44,11 @@ pub(crate) fn term(h: &Hyperparameters, token: &Token, reference: f64) -> Term {
 fn uncapped(estimator: KlEstimator, logp: f64, reference: f64) -> Term {
     let free = logp - reference;
     let k = free.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT);
-    let k3 = (-k).exp() - 1.0 + k;
+    let k3 = libm::exp(-k) - 1.0 + k;
     let (value, gradient) = match estimator {
         KlEstimator::K1 => (k, 1.0),
         KlEstimator::K2 => (k * k / 2.0, k),
-        KlEstimator::K3 => (k3, 1.0 - (-k).exp()),
+        KlEstimator::K3 => (k3, 1.0 - libm::exp(-k)),
         KlEstimator::K3Plus => (k3, k),
     };
     Term { value, gradient: if free.abs() > LOG_RATIO_LIMIT { 0.0 } else { gradient } }

@@ -52,7 +52,7 @@ pub(crate) struct Ratio {
 
 impl Ratio {
     pub(crate) fn exp(log_ratio: f64) -> Self {
-        let value = log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp();
+        let value = libm::exp(log_ratio.clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT));
         let slope = if log_ratio.abs() > LOG_RATIO_LIMIT { 0.0 } else { value };
         Self { value, slope }
     }
@@ -243,7 +243,7 @@ fn live<T: Real>(tokens: &SequenceTokens<'_, T>) -> Vec<Token> {
                 new,
                 log_ratio: new - old.to_f64(),
                 log_sampler_ratio: new - sampler.to_f64(),
-                log_shift: shift.ln(),
+                log_shift: libm::log(shift),
                 advantage: match tokens.advantages {
                     Advantages::Sequence(advantage) => advantage,
                     Advantages::Tokens(all) => all.get(place).copied().unwrap_or(0.0),

@@ -44,7 +44,7 @@ pub fn loss<T: Real>(
         for ((q, p), row) in predicted.iter().zip(&now).zip(gradient.chunks_exact_mut(hidden)) {
             let (from, to) = (p.to_f64(), q.to_f64());
             if from > 0.0 {
-                total += from * (from.ln() - to.max(f64::MIN_POSITIVE).ln());
+                total += from * (libm::log(from) - libm::log(to.max(f64::MIN_POSITIVE)));
             }
             for (slot, &h) in row.iter_mut().zip(inputs) {
                 *slot += (*q - *p) * h;

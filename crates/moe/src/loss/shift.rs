@@ -21,9 +21,9 @@ pub fn gamma<T: Real>(old: &[T], new: &[T], ids: &[u16], layers: usize) -> f64 {
         let (old, new) = (softmax(old), softmax(new));
         let log = |p: &[T], e: u16| {
             let p = p.get(usize::from(e)).map_or(0.0, |p| p.to_f64());
-            p.max(LEAST_PROBABILITY).ln()
+            libm::log(p.max(LEAST_PROBABILITY))
         };
         total += ids.iter().map(|&e| (log(&new, e) - log(&old, e)).abs()).sum::<f64>();
     }
-    (-total / ids.len() as f64).exp()
+    libm::exp(-total / ids.len() as f64)
 }

@@ -1,13 +1,12 @@
 //! Matrix products and vectorised loops. `unsafe` code of the trainer is confined to this module
-//! and its AVX-512 kernel.
-#![expect(unsafe_code, reason = "the matrix library takes raw pointers; CPU features are checked")]
+//! and its kernel.
+#![expect(unsafe_code, reason = "the kernel takes raw pointers; instruction sets are checked")]
 #![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over fixed-size lanes")]
 
-#[cfg(target_arch = "x86_64")]
 use super::kernel;
 use super::real::Real;
-use std::any::TypeId;
+use orchestrate_cpu::Level;
 
 /// A read-only matrix view into a slice.
 #[derive(Clone, Copy, Debug)]
@@ -86,82 +85,39 @@ pub(crate) fn matmul<T: Real>(
     if dst.rows == 0 || dst.cols == 0 || a.cols == 0 {
         return;
     }
-    #[cfg(target_arch = "x86_64")]
-    if TypeId::of::<T>() == TypeId::of::<f32>() && kernel::available() {
-        let shape = (dst.rows, dst.cols, a.cols);
-        let operand = |view: View<'_, T>| kernel::Operand {
-            at: view.data.as_ptr().cast(),
-            row_stride: view.row_stride,
-            col_stride: view.col_stride,
-        };
-        let target = kernel::Target {
-            at: dst.data.as_mut_ptr().cast(),
-            row_stride: dst.row_stride,
-            add,
-            scale: Real::from_f64(scale),
-        };
-        // SAFETY: T is f32, the CPU has the features, and the views lie inside their slices, as in
-        // `general_matmul`.
-        unsafe { kernel::multiply(shape, target, operand(a), operand(b)) };
-        return;
-    }
-    general_matmul(dst, add, scale, a, b);
+    multiply(Level::current(), dst, add, scale, a, b);
 }
 
-/// Product by the general matrix library, for any CPU and for f64.
+/// [`matmul`] of views whose shapes match and are not empty.
 #[expect(clippy::needless_pass_by_value, reason = "a view is used for one product")]
-fn general_matmul<T: Real>(
+fn multiply<T: Real>(
+    level: Level,
     dst: ViewMut<'_, T>,
     add: bool,
     scale: f64,
     a: View<'_, T>,
     b: View<'_, T>,
 ) {
-    // Strides come from slice lengths, which never exceed isize::MAX.
-    let stride = |s: usize| s.cast_signed();
+    let operand = |view: View<'_, T>| kernel::Operand {
+        at: view.data.as_ptr(),
+        row_stride: view.row_stride,
+        col_stride: view.col_stride,
+    };
+    let target = kernel::Target {
+        at: dst.data.as_mut_ptr(),
+        row_stride: dst.row_stride,
+        add,
+        scale: T::from_f64(scale),
+    };
+    let shape = (dst.rows, dst.cols, a.cols);
     // SAFETY: each view was checked to lie inside its slice, with its strides, when it was created;
-    // `dst` is a unique borrow, so it overlaps neither operand; T is f32 or f64 (`Real` has no
-    // other implementations), both of which the library dispatches on.
-    unsafe {
-        gemm::gemm(
-            dst.rows,
-            dst.cols,
-            a.cols,
-            dst.data.as_mut_ptr(),
-            1,
-            stride(dst.row_stride),
-            add,
-            a.data.as_ptr(),
-            stride(a.col_stride),
-            stride(a.row_stride),
-            b.data.as_ptr(),
-            stride(b.col_stride),
-            stride(b.row_stride),
-            T::ONE,
-            T::from_f64(scale),
-            false,
-            false,
-            false,
-            gemm::Parallelism::None,
-        );
-    }
+    // `dst` is a unique borrow, so it overlaps neither operand.
+    unsafe { kernel::multiply(level, shape, target, operand(a), operand(b)) };
 }
 
-/// Runs `work` compiled for AVX2 if the CPU supports it; the binary still runs on any CPU. Loops
-/// benefit only if they are inlined into the closure.
+/// Runs `work` compiled for the instruction sets in use ([`Level::run`]).
 pub(crate) fn simd<R>(work: impl FnOnce() -> R) -> R {
-    #[cfg(target_arch = "x86_64")]
-    if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
-        // SAFETY: the features were just detected on this CPU.
-        return unsafe { on_avx2(work) };
-    }
-    work()
-}
-
-#[cfg(target_arch = "x86_64")]
-#[target_feature(enable = "avx2,fma")]
-fn on_avx2<R>(work: impl FnOnce() -> R) -> R {
-    work()
+    Level::current().run(work)
 }
 
 const LANES: usize = 16;
@@ -228,7 +184,7 @@ mod tests {
     }
 
     #[test]
-    fn products_of_all_shapes_and_layouts_are_correct() {
+    fn products_of_all_shapes_and_layouts_are_correct_and_equal_on_all_levels() {
         let noise = |count: usize, seed: usize| -> Vec<f32> {
             (0..count).map(|i| ((i * 7919 + seed * 31) % 101) as f32 / 50.0 - 1.0).collect()
         };
@@ -250,9 +206,18 @@ mod tests {
             for (a, b) in lefts.into_iter().flat_map(|a| rights.map(|b| (a, b))) {
                 for add in [false, true] {
                     let before = noise(m * (n + 2), 3);
-                    let (mut ours, mut theirs) = (before.clone(), before.clone());
-                    matmul(ViewMut::strided(&mut ours, m, n, n + 2), add, 0.5, a, b);
-                    general_matmul(ViewMut::strided(&mut theirs, m, n, n + 2), add, 0.5, a, b);
+                    let outcome = |level| {
+                        let mut out = before.clone();
+                        multiply(level, ViewMut::strided(&mut out, m, n, n + 2), add, 0.5, a, b);
+                        out
+                    };
+                    let outcomes: Vec<Vec<f32>> =
+                        Level::supported().into_iter().map(outcome).collect();
+                    let bits =
+                        |values: &[f32]| values.iter().map(|v| v.to_bits()).collect::<Vec<_>>();
+                    for other in &outcomes[1..] {
+                        assert_eq!(bits(&outcomes[0]), bits(other), "{m}×{n}×{k}");
+                    }
                     for i in 0..m {
                         for j in 0..n + 2 {
                             let at = i * (n + 2) + j;
@@ -262,10 +227,9 @@ mod tests {
                                 (true, false) => 0.5 * plain(a, b, i, j),
                                 (false, _) => kept,
                             };
-                            for found in [ours[at], theirs[at]] {
-                                let error = (f64::from(found) - expected).abs();
-                                assert!(error < 1e-4, "{m}×{n}×{k} at {i},{j}: {found} {expected}");
-                            }
+                            let found = outcomes[0][at];
+                            let error = (f64::from(found) - expected).abs();
+                            assert!(error < 1e-4, "{m}×{n}×{k} at {i},{j}: {found} {expected}");
                         }
                     }
                 }

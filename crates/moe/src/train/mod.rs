@@ -8,7 +8,6 @@ pub mod auxiliary;
 mod batch;
 mod experts;
 mod head;
-#[cfg(target_arch = "x86_64")]
 mod kernel;
 mod layout;
 pub mod learner;

@@ -2,8 +2,9 @@
 //!
 //! It is written by hand over flat buffers rather than with a tensor library: there is one fixed
 //! architecture, its backward pass is short, and no gradient can be dropped silently. Each lane
-//! (one per thread) runs its own sequences through the whole model with its own gradient buffer, so
-//! no operation is threaded internally. Losses are computed elsewhere: the caller turns the
+//! runs its own sequences through the whole model with its own gradient buffer, so no operation is
+//! threaded internally. As many lanes run at a time as there are threads; their gradients are added in
+//! the order of the lanes, so the sum does not depend on that number. Losses are computed elsewhere: the caller turns the
 //! log-probs of one sequence into `dL/dlogp` ([`crate::loss`]).
 //!
 //! Invariant: with replay, [`RouterFamily::select`] is not called for tokens that have a routing
@@ -146,51 +147,50 @@ impl<T: Real> TrainModel<T> {
         loss: &LossGradient<'_, T>,
         grads: &mut [T],
     ) -> (Vec<SequenceOutput<T>>, f64) {
-        let (outputs, balance, lanes) = self.run(batch, pass, Some(loss));
-        for lane in lanes {
-            add(grads, &lane);
-        }
-        (outputs, balance)
+        self.run(batch, pass, Some((loss, grads)))
     }
 
     fn run(
         &self,
         batch: &PackedBatch,
         pass: Pass<'_, T>,
-        loss: Option<&LossGradient<'_, T>>,
-    ) -> (Vec<SequenceOutput<T>>, f64, Vec<Vec<T>>) {
+        mut backward: Option<(&LossGradient<'_, T>, &mut [T])>,
+    ) -> (Vec<SequenceOutput<T>>, f64) {
         let longest = pass.sequences.iter().map(|&s| batch.range(s).len()).max().unwrap_or(0);
         let rope = Rope::new(self.config.rope_base(), self.config.head_dim, longest);
         let work = Work { batch, pass, rope: &rope };
         let value_weights = pass.value_head.map_or(0, <[T]>::len);
-        let results: Vec<LaneResult<T>> = lanes(batch, &pass)
-            .into_par_iter()
-            .map(|parts| {
-                let mut grads = match loss {
-                    Some(_) => vec![T::ZERO; self.params.len() + value_weights],
-                    None => Vec::new(),
-                };
-                let (mut outputs, mut balance) = (Vec::new(), 0.0);
-                for part in parts {
-                    let backward = loss.map(|loss| (loss, grads.as_mut_slice()));
-                    balance += self.run_part(&work, &part, backward, &mut outputs);
-                }
-                LaneResult { outputs, balance, grads }
-            })
-            .collect();
+        let loss = backward.as_ref().map(|(loss, _)| *loss);
+        let run_lane = |parts: &Vec<Part>| {
+            let mut grads = match loss {
+                Some(_) => vec![T::ZERO; self.params.len() + value_weights],
+                None => Vec::new(),
+            };
+            let (mut outputs, mut balance) = (Vec::new(), 0.0);
+            for part in parts {
+                let backward = loss.map(|loss| (loss, grads.as_mut_slice()));
+                balance += self.run_part(&work, part, backward, &mut outputs);
+            }
+            LaneResult { outputs, balance, grads }
+        };
         let mut outputs = Vec::with_capacity(pass.sequences.len());
-        let (mut balance, mut grads) = (0.0, Vec::new());
-        for result in results {
-            outputs.extend(result.outputs);
-            balance += result.balance;
-            grads.push(result.grads);
+        let mut balance = 0.0;
+        for lanes in lanes(batch, &pass).chunks(rayon::current_num_threads().max(1)) {
+            let results: Vec<LaneResult<T>> = lanes.par_iter().map(run_lane).collect();
+            for result in results {
+                outputs.extend(result.outputs);
+                balance += result.balance;
+                if let Some((_, grads)) = &mut backward {
+                    add(grads, &result.grads);
+                }
+            }
         }
         let mut order = vec![0; batch.sequences()];
         for (rank, &sequence) in pass.sequences.iter().enumerate() {
             order[sequence] = rank;
         }
         outputs.sort_by_key(|o| order[o.sequence]);
-        (outputs, balance, grads)
+        (outputs, balance)
     }
 
     fn run_part(

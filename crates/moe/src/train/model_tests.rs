@@ -399,11 +399,7 @@ fn routes_with_repeated_or_unknown_experts_are_rejected() {
 }
 
 #[test]
-#[cfg(target_arch = "x86_64")]
 fn kernel_gives_identical_bits_for_a_sequence_in_every_batch() {
-    if !super::kernel::available() {
-        return;
-    }
     let mut model: TrainModel<f32> = TrainModel::new(&Weights::random(small(true, true), 11));
     for p in model.params_mut() {
         *p *= 12.0;

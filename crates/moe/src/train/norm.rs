@@ -77,11 +77,11 @@ impl<T: Real> Rope<T> {
     pub(crate) fn new(base: f64, head_dim: usize, positions: usize) -> Self {
         let half = head_dim / 2;
         let inverse: Vec<f64> =
-            (0..half).map(|j| base.powf(-2.0 * j as f64 / head_dim as f64)).collect();
+            (0..half).map(|j| libm::pow(base, -2.0 * j as f64 / head_dim as f64)).collect();
         let angles = (0..positions).flat_map(|p| inverse.iter().map(move |f| p as f64 * f));
         let (sin, cos) = angles
             .map(|angle| {
-                let (sin, cos) = angle.sin_cos();
+                let (sin, cos) = libm::sincos(angle);
                 (T::from_f64(sin), T::from_f64(cos))
             })
             .unzip();

@@ -63,8 +63,8 @@ impl AdamW {
         let steps = f64::from(self.steps);
         let (first_rate, second_rate) = settings.betas;
         let (b1, b2) = (first_rate as f32, second_rate as f32);
-        let first_correction = 1.0 - first_rate.powf(steps);
-        let second_correction = (1.0 / (1.0 - second_rate.powf(steps)).sqrt()) as f32;
+        let first_correction = 1.0 - libm::pow(first_rate, steps);
+        let second_correction = (1.0 / (1.0 - libm::pow(second_rate, steps)).sqrt()) as f32;
         let rate = (settings.learning_rate / first_correction) as f32;
         let keep = (1.0 - settings.learning_rate * settings.weight_decay) as f32;
         let eps = settings.eps as f32;

@@ -1,5 +1,5 @@
-//! Division of a batch into lanes (threads), and of each lane into parts whose activations are held
-//! together.
+//! Division of a batch into lanes, which threads process, and of each lane into parts whose
+//! activations are held together.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::batch::PackedBatch;
@@ -13,6 +13,10 @@ use std::ops::Range;
 /// being faster.
 const PART_TOKENS: usize = 1024;
 
+/// Maximum number of lanes. A constant, because gradients are summed lane by lane: the sum must not
+/// depend on how many threads a machine has.
+const LANES: usize = 8;
+
 /// Sequences of a lane whose activations are held together.
 #[derive(Debug)]
 pub(super) struct Part {
@@ -25,10 +29,10 @@ pub(super) struct Part {
     pub(super) positions: Vec<usize>,
 }
 
-/// Distributes sequences over lanes (one per thread; longest first, to the least loaded lane) and
-/// splits each lane into parts.
+/// Distributes sequences over lanes (longest first, to the least loaded lane) and splits each lane
+/// into parts.
 pub(super) fn lanes<T>(batch: &PackedBatch, pass: &Pass<'_, T>) -> Vec<Vec<Part>> {
-    let count = rayon::current_num_threads().min(pass.sequences.len()).max(1);
+    let count = LANES.min(pass.sequences.len()).max(1);
     let limit = (pass.micro_batch_tokens / count).clamp(1, PART_TOKENS);
     let mut sequences = pass.sequences.to_vec();
     sequences.sort_by_key(|&s| std::cmp::Reverse(batch.range(s).len()));

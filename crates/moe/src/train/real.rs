@@ -1,11 +1,20 @@
 //! The two float types of the trainer: f32 for training, f64 for precise tests.
+//!
+//! Elementary functions are those of this file and of the crate `libm`, not those of the C library,
+//! whose results depend on its version and on the processor.
+#![expect(
+    clippy::inline_always,
+    reason = "a loop is vectorised only where its body is inlined into it"
+)]
 
+use crate::fused::fused;
+use std::cell::RefCell;
 use std::fmt::Debug;
 use std::iter::Sum;
 use std::ops::{Add, AddAssign, Div, Mul, Neg, Sub};
 
 mod sealed {
-    /// Restricts [`super::Real`] to the types that the matrix library supports.
+    /// Restricts [`super::Real`] to the types that the kernel of matrix products supports.
     pub trait Sealed {}
     impl Sealed for f32 {}
     impl Sealed for f64 {}
@@ -49,6 +58,12 @@ pub trait Real:
     /// Square root.
     #[must_use]
     fn sqrt(self) -> Self;
+    /// `self · factor + addend`, rounded once. `HARDWARE` says that the enclosing function is compiled
+    /// for an instruction set with this operation.
+    #[must_use]
+    fn fused<const HARDWARE: bool>(self, factor: Self, addend: Self) -> Self;
+    /// Lends the two buffers of this thread's matrix products to `work`.
+    fn with_scratch<R>(work: impl FnOnce(&mut [Vec<Self>; 2]) -> R) -> R;
     /// The larger of the two values.
     #[must_use]
     #[inline]
@@ -71,15 +86,25 @@ impl Real for f64 {
     }
     #[inline]
     fn exp(self) -> Self {
-        self.exp()
+        libm::exp(self)
     }
     #[inline]
     fn ln(self) -> Self {
-        self.ln()
+        libm::log(self)
     }
     #[inline]
     fn sqrt(self) -> Self {
         self.sqrt()
+    }
+    #[inline(always)]
+    fn fused<const HARDWARE: bool>(self, factor: Self, addend: Self) -> Self {
+        if HARDWARE { self.mul_add(factor, addend) } else { libm::fma(self, factor, addend) }
+    }
+    fn with_scratch<R>(work: impl FnOnce(&mut [Vec<Self>; 2]) -> R) -> R {
+        thread_local! {
+            static BUFFERS: RefCell<[Vec<f64>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+        }
+        BUFFERS.with_borrow_mut(work)
     }
 }
 
@@ -119,11 +144,21 @@ impl Real for f32 {
     }
     #[inline]
     fn ln(self) -> Self {
-        self.ln()
+        libm::logf(self)
     }
     #[inline]
     fn sqrt(self) -> Self {
         self.sqrt()
+    }
+    #[inline(always)]
+    fn fused<const HARDWARE: bool>(self, factor: Self, addend: Self) -> Self {
+        fused::<HARDWARE>(self, factor, addend)
+    }
+    fn with_scratch<R>(work: impl FnOnce(&mut [Vec<Self>; 2]) -> R) -> R {
+        thread_local! {
+            static BUFFERS: RefCell<[Vec<f32>; 2]> = const { RefCell::new([Vec::new(), Vec::new()]) };
+        }
+        BUFFERS.with_borrow_mut(work)
     }
 }
 
@@ -135,7 +170,7 @@ mod tests {
     fn fast_exponential_is_accurate_and_keeps_nan() {
         let mut x = -86.9_f32;
         while x < 87.9 {
-            let (ours, exact) = (Real::exp(x), x.exp());
+            let (ours, exact) = (Real::exp(x), libm::expf(x));
             assert!((ours - exact).abs() <= 3e-7 * exact, "{x}: {ours} {exact}");
             x += 0.0137;
         }

@@ -79,7 +79,7 @@ impl SftOptions {
         let span = self.token_budget.saturating_sub(self.warmup_tokens).max(1) as f64;
         let done = ((tokens - self.warmup_tokens) as f64 / span).min(1.0);
         let left = match self.decay {
-            Decay::Cosine => 0.5 * (1.0 + (std::f64::consts::PI * done).cos()),
+            Decay::Cosine => 0.5 * (1.0 + libm::cos(std::f64::consts::PI * done)),
             Decay::Linear => 1.0 - done,
         };
         self.learning_rate * (self.final_share + (1.0 - self.final_share) * left)

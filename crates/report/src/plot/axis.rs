@@ -1,4 +1,5 @@
 //! Axes: the range of values of a chart, their positions, and their labels.
+#![expect(clippy::disallowed_methods, reason = "positions and labels of a chart")]
 
 use super::{BOTTOM, HEIGHT, LEFT, RIGHT, TOP, WIDTH, label, scientific};
 

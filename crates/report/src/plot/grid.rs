@@ -1,4 +1,5 @@
 //! Heat maps.
+#![expect(clippy::disallowed_methods, reason = "positions and labels of a chart")]
 
 use super::{BOTTOM, Caption, HEIGHT, LEFT, RIGHT, TOP, WIDTH, figure, label, label_below};
 use crate::page::escape;

@@ -1,4 +1,5 @@
 //! Figures of the trainer's counts over the whole run: scatter of probabilities, histograms, expert load.
+#![expect(clippy::disallowed_methods, reason = "positions and labels of a chart")]
 
 use crate::plot::{Bars, Caption, Grid, Scale};
 use crate::series::steps;

@@ -393,9 +393,10 @@ impl Conversation {
     pub(crate) fn finish(&self) -> FinishedConversation {
         let mut state = self.state();
         let end = state.end.replace(End::Closed);
-        state.generating.abort_all();
         let was_cut_off = state.receipts.has_cut_off();
+        // Before generations are aborted: one that is dropped without an answer reports a failure.
         state.receipts.close();
+        state.generating.abort_all();
         let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
         hand_over(&mut branches);
         let mut finished = FinishedConversation {

@@ -72,8 +72,9 @@ async fn hostile_trees_are_too_large_or_graded_within_seconds() {
     }
 }
 
-/// One thread serves all episodes here, so that whatever blocks it delays the neighbour. Only the
-/// computation must not; the fake sandbox itself runs on that thread, so its share is not counted.
+/// One thread serves all episodes here, so that whatever computes on it delays the neighbour by as
+/// much. Processor time of the thread is measured, not the clock, which other programs move as well.
+/// The fake sandbox itself runs on that thread, so the best of several tries counts.
 #[tokio::test]
 async fn hostile_episodes_do_not_delay_a_neighbours_timer() {
     let mut best = Duration::MAX;
@@ -85,9 +86,10 @@ async fn hostile_episodes_do_not_delay_a_neighbours_timer() {
         }
         let (mut longest, mut ended) = (Duration::ZERO, 0);
         while ended < 8 {
-            let began = Instant::now();
+            let began = orchestrate_e2e::thread_cpu_time().unwrap();
             tokio::time::sleep(Duration::from_millis(5)).await;
-            longest = longest.max(began.elapsed().saturating_sub(Duration::from_millis(5)));
+            longest =
+                longest.max(orchestrate_e2e::thread_cpu_time().unwrap().saturating_sub(began));
             while attacks.try_join_next().is_some_and(|attack| attack.is_ok()) {
                 ended += 1;
             }

@@ -39,7 +39,9 @@ pub(super) fn choose_puller<'a>(
         hasher.update(title.as_bytes()).update(b"\n").update(image.as_bytes());
         let [a, b, c, d, ..] = *hasher.finalize().as_bytes();
         let share = (f64::from(u32::from_le_bytes([a, b, c, d])) + 0.5) / 2_f64.powi(32);
-        -(capacity as f64) / share.ln()
+        #[expect(clippy::disallowed_methods, reason = "a host is chosen; no result depends on it")]
+        let weight = -(capacity as f64) / share.ln();
+        weight
     };
     let scored = hosts.map(|(index, title, capacity)| (score(title, capacity), index));
     scored.max_by(|a, b| a.0.total_cmp(&b.0)).map(|(_, index)| index)

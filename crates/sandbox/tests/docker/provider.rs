@@ -392,24 +392,34 @@ async fn docker_opening_and_commands_take_milliseconds() {
     }
     fixture.open().await.close().await.unwrap();
     let (mut commands, mut cycles, mut probes) = (Vec::new(), Vec::new(), Vec::new());
-    for _ in 0..100 {
+    let mut execs = Vec::new();
+    for round in 0..100 {
         let started = Instant::now();
         let mut sandbox = fixture.open().await;
         let opened = Instant::now();
         sandbox.exec(&Command::shell(":", SHORT)).await.unwrap();
         let ran = Instant::now();
+        if round % 10 == 0 {
+            for name in fixture.names().await {
+                let began = Instant::now();
+                docker(&["exec", &name, "true"]);
+                execs.push(began.elapsed());
+            }
+        }
+        let closing = Instant::now();
         sandbox.close().await.unwrap();
         commands.push(ran - opened);
-        cycles.push((opened - started) + ran.elapsed());
+        cycles.push((opened - started) + closing.elapsed());
     }
     probes.push(fixture.provider.probe(&fixture.spec(true)).await.unwrap());
     let (start, command, cycle) = (median(starts), median(commands), median(cycles));
+    let exec = median(execs);
     eprintln!(
-        "p50: start {start:?}, command {command:?}, open and close with reuse {cycle:?}; {probes:?}"
+        "p50: start {start:?}, command {command:?} (docker exec {exec:?}), open and close with reuse \
+         {cycle:?}; {probes:?}"
     );
-    // A loose limit, because other work runs at the same time. Docker's own exec takes at least 50
-    // ms.
-    assert!(command < Duration::from_millis(40), "{command:?}");
+    // The machine's other work slows both.
+    assert!(command < exec / 2, "{command:?}, docker exec {exec:?}");
     fixture.finish().await;
 }
 

@@ -102,12 +102,6 @@ fn q8_stays_close_to_f32_and_q4_is_coarser() {
     assert!(coarse > 4.0 * fine && coarse < 1.0, "coarse {coarse}, fine {fine}");
 }
 
-/// CPU seconds used by this thread; unlike wall time, they do not depend on other load.
-fn thread_cpu_seconds() -> f64 {
-    let text = fs_err::read_to_string("/proc/thread-self/schedstat").unwrap();
-    text.split(' ').next().unwrap().parse::<f64>().unwrap() / 1e9
-}
-
 #[test]
 #[ignore = "a measurement without assertions"]
 #[expect(clippy::print_stderr, reason = "prints what it measured")]
@@ -120,7 +114,7 @@ fn measure_decode_and_prefill() {
         for batch in [1u32, 16, 32] {
             let slots: Vec<Vec<u32>> =
                 (0..batch).map(|b| (b * 320..b * 320 + 300).collect()).collect();
-            let started = thread_cpu_seconds();
+            let started = orchestrate_e2e::thread_cpu_time().unwrap().as_secs_f64();
             for position in 150..300 {
                 let chunks: Vec<Chunk<'_>> = slots
                     .iter()
@@ -128,16 +122,18 @@ fn measure_decode_and_prefill() {
                     .collect();
                 model.forward(&mut pool, &chunks, &mut scratch);
             }
-            let rate = 150.0 * f64::from(batch) / (thread_cpu_seconds() - started);
+            let rate = 150.0 * f64::from(batch)
+                / (orchestrate_e2e::thread_cpu_time().unwrap().as_secs_f64() - started);
             eprintln!("{format:?} decode, batch {batch}: {rate:.0} tokens/s");
         }
         let tokens: Vec<u32> = (0..200).collect();
-        let started = thread_cpu_seconds();
+        let started = orchestrate_e2e::thread_cpu_time().unwrap().as_secs_f64();
         for _ in 0..20 {
             let chunk = Chunk { tokens: &tokens, slots: &tokens, logits_from: 199 };
             model.forward(&mut pool, &[chunk], &mut scratch);
         }
-        let rate = 20.0 * 200.0 / (thread_cpu_seconds() - started);
+        let rate =
+            20.0 * 200.0 / (orchestrate_e2e::thread_cpu_time().unwrap().as_secs_f64() - started);
         eprintln!("{format:?} prefill of 200: {rate:.0} tokens/s");
     }
 }
