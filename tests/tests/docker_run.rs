@@ -173,6 +173,63 @@ impl Drop for SmallDisk {
     }
 }
 
+/// A digest of what a run sampled and trained: the tensors of its batches, and its last weights.
+fn digest(run_dir: &Path) -> String {
+    let mut files = Vec::new();
+    for folder in ["batches", "checkpoints"] {
+        let mut folders = vec![run_dir.join(folder)];
+        while let Some(folder) = folders.pop() {
+            for entry in std::fs::read_dir(folder).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_dir() {
+                    folders.push(path);
+                } else if path.extension().is_some_and(|e| e == "safetensors") {
+                    files.push(path);
+                }
+            }
+        }
+    }
+    files.sort();
+    let mut hasher = blake3::Hasher::new();
+    for path in files {
+        hasher.update(path.strip_prefix(run_dir).unwrap().to_str().unwrap().as_bytes());
+        let bytes = std::fs::read(&path).unwrap();
+        // The header names the run; everything after it is tensors.
+        let length = u64::from_le_bytes(bytes[..8].try_into().unwrap());
+        hasher.update(&bytes[8 + usize::try_from(length).unwrap()..]);
+    }
+    hasher.finalize().to_hex()[..16].to_owned()
+}
+
+#[test]
+fn docker_a_seeded_run_gives_its_recorded_digest_under_every_instruction_set() {
+    if !docker_or_skip("docker_a_seeded_run").unwrap() {
+        return;
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let settings = [
+        "--set",
+        "run.seed=5",
+        "--set",
+        "run.steps=2",
+        "--set",
+        "run.eval_every=0",
+        "--set",
+        "rollout.groups_per_step=2",
+    ];
+    let cpu = std::fs::read_to_string("/proc/cpuinfo").unwrap_or_default();
+    // Elsewhere AVX2 is the native one.
+    let avx2 = cpu.contains("avx512f").then_some("avx2");
+    for limit in ["native", "base"].into_iter().chain(avx2) {
+        let run_dir = folder.path().join(limit);
+        let mut command = start(&run_dir, &[SMALL, &settings].concat());
+        finished(command.env("ORCHESTRATE_CPU", limit));
+        // Recorded once; changes of tasks, prompts, policy or algorithms change it, a processor does
+        // not.
+        assert_eq!(digest(&run_dir), "a48713ce4a3f17b7", "ORCHESTRATE_CPU={limit}");
+    }
+}
+
 #[test]
 fn docker_a_full_disk_exits_with_6_and_the_run_resumes_when_there_is_space() {
     if !docker_or_skip("docker_a_full_disk").unwrap() {
