@@ -52,17 +52,22 @@ const ALLOWED: &[(&str, &[&str])] = &[
     ),
 ];
 
-#[test]
-fn crates_depend_only_on_the_crates_below_them() {
+/// The workspace's packages, as Cargo describes them.
+fn packages() -> Vec<serde_json::Value> {
     let output = Command::new(env!("CARGO"))
         .args(["metadata", "--format-version", "1", "--no-deps", "--locked"])
         .current_dir(orchestrate_e2e::root())
         .output()
         .unwrap();
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    let mut metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    serde_json::from_value(metadata["packages"].take()).unwrap()
+}
+
+#[test]
+fn crates_depend_only_on_the_crates_below_them() {
     let allowed: BTreeMap<&str, &[&str]> = ALLOWED.iter().copied().collect();
     let mut wrong = Vec::new();
-    for package in metadata["packages"].as_array().unwrap() {
+    for package in packages() {
         let name = package["name"].as_str().unwrap().trim_start_matches("orchestrate-");
         let Some(allowed) = allowed.get(name) else { continue };
         for dependency in package["dependencies"].as_array().unwrap() {
@@ -168,14 +173,8 @@ const NOT_NUMERIC: &[(&str, &str)] = &[
 
 #[test]
 fn every_crate_that_chooses_code_by_instruction_set_is_tested_without_it() {
-    let output = Command::new(env!("CARGO"))
-        .args(["metadata", "--format-version", "1", "--no-deps", "--locked"])
-        .current_dir(orchestrate_e2e::root())
-        .output()
-        .unwrap();
-    let metadata: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let mut choosing = BTreeSet::from(["orchestrate-cpu".to_owned()]);
-    for package in metadata["packages"].as_array().unwrap() {
+    for package in packages() {
         let name = package["name"].as_str().unwrap();
         let uses = |dependency: &serde_json::Value| {
             dependency["name"] == "orchestrate-cpu" && dependency["kind"].is_null()

@@ -12,7 +12,7 @@
 )]
 
 /// Whether the instruction set for which the program is compiled has the operation.
-pub(crate) const BASE: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
+pub(crate) const BASE_HAS_FMA: bool = cfg!(any(target_arch = "aarch64", target_feature = "fma"));
 
 /// `a · b + c`, rounded once. `HARDWARE` says that the enclosing function is compiled for an
 /// instruction set with this operation; the result does not depend on it.

@@ -9,7 +9,7 @@ use std::sync::atomic::{AtomicU64, Ordering};
 
 /// Number of temporary files that this process has named. One count for all stores: the last writes of a
 /// store that was dropped may still be under way when another one of the same folder begins.
-static NAMED: AtomicU64 = AtomicU64::new(0);
+static TEMPORARY_NAMES: AtomicU64 = AtomicU64::new(0);
 
 /// The folder with all stored trajectories of a run.
 #[derive(Debug)]
@@ -38,7 +38,7 @@ impl Blobs {
         let digest = blake3::hash(bytes).to_hex().to_string();
         let target = self.path(&digest);
         let folder = target.parent().unwrap_or(&self.folder).to_owned();
-        let number = NAMED.fetch_add(1, Ordering::Relaxed);
+        let number = TEMPORARY_NAMES.fetch_add(1, Ordering::Relaxed);
         let temporary = self.folder.join(format!("{}-{number}.tmp", std::process::id()));
         let io = |e| StoreError::from_io(&target, e);
         fs::create_dir_all(&folder).map_err(io)?;

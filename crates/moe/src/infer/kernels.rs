@@ -47,7 +47,7 @@ macro_rules! dispatch {
                 #[cfg(target_arch = "x86_64")]
                 // SAFETY: as above.
                 orchestrate_cpu::InstructionSet::Avx2 => unsafe { middle($($arg),*) },
-                _ => $body::<{ $crate::fused::BASE }, false>($($arg),*),
+                _ => $body::<{ $crate::fused::BASE_HAS_FMA }, false>($($arg),*),
             }
         }
     };

@@ -12,9 +12,9 @@ const COLUMNS: usize = 2 * LANES;
 /// Number of values in a register.
 const LANES: usize = 8;
 
-pub(super) struct Narrow;
+pub(super) struct Avx2Tile;
 
-impl Tile<f32> for Narrow {
+impl Tile<f32> for Avx2Tile {
     const ROWS: usize = ROWS;
     const COLUMNS: usize = COLUMNS;
 
@@ -45,7 +45,7 @@ pub(super) unsafe fn block(
     scratch: Scratch<f32>,
 ) {
     // SAFETY: as guaranteed by the caller.
-    unsafe { block_by::<f32, Narrow>(shape, target, left, right, scratch) };
+    unsafe { block_by::<f32, Avx2Tile>(shape, target, left, right, scratch) };
 }
 
 /// Computes one tile of at most `PARTS` registers a row. Not inlined: inside the caller's loops the

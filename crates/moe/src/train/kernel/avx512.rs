@@ -9,9 +9,9 @@ use std::arch::x86_64::{
 const ROWS: usize = 8;
 const COLUMNS: usize = 32;
 
-pub(super) struct Wide;
+pub(super) struct Avx512Tile;
 
-impl Tile<f32> for Wide {
+impl Tile<f32> for Avx512Tile {
     const ROWS: usize = ROWS;
     const COLUMNS: usize = COLUMNS;
 
@@ -36,7 +36,7 @@ pub(super) unsafe fn block(
     scratch: Scratch<f32>,
 ) {
     // SAFETY: as guaranteed by the caller.
-    unsafe { block_by::<f32, Wide>(shape, target, left, right, scratch) };
+    unsafe { block_by::<f32, Avx512Tile>(shape, target, left, right, scratch) };
 }
 
 /// Computes one tile. Not inlined: inside the caller's loops the compiler runs out of registers and

@@ -119,9 +119,9 @@ fn implementation<T: Real>(level: Level) -> (BlockOf<T>, (usize, usize)) {
     #[cfg(target_arch = "x86_64")]
     if TypeId::of::<T>() == TypeId::of::<f32>() && level.set() >= InstructionSet::Avx2 {
         let (block, size) = if level.set() == InstructionSet::Avx512 {
-            (avx512::block as BlockOf<f32>, size::<f32, avx512::Wide>())
+            (avx512::block as BlockOf<f32>, size::<f32, avx512::Avx512Tile>())
         } else {
-            (avx2::block as BlockOf<f32>, size::<f32, avx2::Narrow>())
+            (avx2::block as BlockOf<f32>, size::<f32, avx2::Avx2Tile>())
         };
         // SAFETY: T is f32, so both are the same type.
         return (unsafe { std::mem::transmute::<BlockOf<f32>, BlockOf<T>>(block) }, size);

@@ -3,7 +3,7 @@
 #![expect(clippy::indexing_slicing, reason = "tiles of fixed size")]
 
 use super::{Operand, Scratch, Shape, Target, Tile, block_by};
-use crate::fused::BASE;
+use crate::fused::BASE_HAS_FMA;
 use crate::train::real::Real;
 
 const ROWS: usize = 6;
@@ -93,7 +93,7 @@ unsafe fn avx2_tile<T: Real>(shape: Shape, target: Target<T>, left: Operand<T>, 
 #[inline(never)]
 unsafe fn base_tile<T: Real>(shape: Shape, target: Target<T>, left: Operand<T>, panel: *const T) {
     // SAFETY: as guaranteed by the caller.
-    unsafe { tile::<T, BASE>(shape, target, left, panel) };
+    unsafe { tile::<T, BASE_HAS_FMA>(shape, target, left, panel) };
 }
 
 /// Computes one tile; its loops use indices, because those reliably compile to vector code.
