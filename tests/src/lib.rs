@@ -2,10 +2,12 @@
 
 pub mod certificates;
 mod daemon;
+mod images;
 mod namespaces;
 pub mod skip;
 
 pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
+pub use images::recipe_image;
 
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};

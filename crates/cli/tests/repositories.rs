@@ -17,17 +17,8 @@ fn docker(args: &[&str]) -> Option<String> {
 }
 
 fn image(name: &str) -> Option<String> {
-    if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
-        let why = "no image orchestrate/repository:latest: run scripts/test";
-        orchestrate_e2e::skip::skip("docker", why);
-        return None;
-    }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/../rollout/tests/images");
-    let tag = format!("orchestrate/test-{name}:latest");
-    let file = format!("{folder}/{name}.Dockerfile");
-    let built = docker(&["build", "-q", "--network=none", "-t", &tag, "-f", &file, folder]);
-    assert!(built.is_some(), "docker build failed");
-    Some(tag)
+    orchestrate_e2e::recipe_image(folder.as_ref(), name).unwrap()
 }
 
 const GOLD: &str = "diff --git a/calc.py b/calc.py\n--- a/calc.py\n+++ b/calc.py\n\

@@ -2,7 +2,7 @@
 
 use crate::data::file;
 use crate::play::World;
-use orchestrate_e2e::{root, skip};
+use orchestrate_e2e::{recipe_image, root, skip};
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::repair::{Repository, TaskGenerator};
 use orchestrate_tasks::swe::SweRow;
@@ -59,21 +59,7 @@ fn docker(args: &[&str]) -> Option<String> {
 
 /// The image of `NAME.Dockerfile`; `None`, reported as a skip, without its base image.
 fn image(name: &str) -> Option<String> {
-    let base = "orchestrate/repository:latest";
-    if docker(&["image", "inspect", "-f", "{{.Id}}", base]).is_none() {
-        skip::skip(
-            "docker",
-            "image orchestrate/repository:latest not found (scripts/test builds it)",
-        );
-        return None;
-    }
-    let folder = root().join("tests/attacks");
-    let folder = folder.to_str().unwrap();
-    let (tag, file) =
-        (format!("orchestrate/attack-{name}:latest"), format!("{folder}/{name}.Dockerfile"));
-    let built = docker(&["build", "-q", "--network=none", "-t", &tag, "-f", &file, folder]);
-    assert!(built.is_some(), "docker build failed");
-    Some(tag)
+    recipe_image(&root().join("tests/attacks"), &format!("attack-{name}")).unwrap()
 }
 
 const MODULE: &str = "calc.py";

@@ -37,22 +37,12 @@ fn docker(args: &[&str]) -> Option<String> {
     output.status.success().then(|| String::from_utf8_lossy(&output.stdout).trim().to_owned())
 }
 
-/// The image of `images/NAME.Dockerfile`, built once; `None` without Docker or without its base
-/// image.
+/// The image of `images/NAME.Dockerfile`; `None` without Docker or without its base image.
 fn image(name: &str) -> Option<String> {
     static BUILDING: std::sync::Mutex<()> = std::sync::Mutex::new(());
     let _guard = BUILDING.lock().unwrap();
-    if docker(&["image", "inspect", "-f", "{{.Id}}", "orchestrate/repository:latest"]).is_none() {
-        let why = "image orchestrate/repository:latest not found (scripts/test builds it)";
-        orchestrate_e2e::skip::skip("docker", why);
-        return None;
-    }
     let folder = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/images");
-    let (tag, file) =
-        (format!("orchestrate/test-{name}:latest"), format!("{folder}/{name}.Dockerfile"));
-    let built = docker(&["build", "-q", "--network=none", "-t", &tag, "-f", &file, folder]);
-    assert!(built.is_some(), "docker build failed");
-    Some(tag)
+    orchestrate_e2e::recipe_image(folder.as_ref(), name).unwrap()
 }
 
 fn r2e_task() -> Option<Task> {
