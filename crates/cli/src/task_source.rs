@@ -1,18 +1,61 @@
 //! Where tasks come from: an environment that generates them, or task files.
 
-use crate::config::Settings;
+use crate::config::{ConfigError, Settings};
 use crate::error::{InputError, UsageError};
+use crate::files::write_whole;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
 use orchestrate_tasks::{Origin, Split, Task, load, micro};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::io;
 use std::sync::Arc;
 
 /// Default image of the micro environment.
 const MICRO_IMAGE: &str = "orchestrate/micro:latest";
 
-/// The tasks of a run.
+/// Name of the record of a run's task files in its folder.
+pub(crate) const FILES_FILE: &str = "task-files.json";
+
+/// The tasks of the run in `folder`, whose task files must be those that it began with: its groups may
+/// be half done, and its results are of those tasks. A data set on a hub is pinned to a commit instead.
+///
+/// # Errors
+/// As [`task_set`]; and if a task file was changed after the run began.
+pub(crate) fn task_set_of_run(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<TaskSet> {
+    let tasks = &settings.tasks;
+    let files = [&tasks.file, &tasks.held_out_file].into_iter().flatten();
+    let mut found = BTreeMap::new();
+    for file in files.filter(|file| !load::is_on_hub(file)) {
+        let unreadable = |source| InputError::Unreadable { file: file.into(), source };
+        let mut hasher = blake3::Hasher::new();
+        let content = fs_err::File::open(file.as_str()).map_err(unreadable)?;
+        hasher.update_reader(content).map_err(unreadable)?;
+        found.insert(file.clone(), format!("blake3:{}", hasher.finalize().to_hex()));
+    }
+    let record = folder.join(FILES_FILE);
+    match fs_err::read_to_string(&record) {
+        Ok(text) => {
+            let recorded: BTreeMap<String, String> = serde_json::from_str(&text)?;
+            let changed = found.iter().find(|(file, digest)| {
+                recorded.get(*file).is_some_and(|recorded| recorded != *digest)
+            });
+            if let Some((file, _)) = changed {
+                let error = "was changed after the run started; restore it, or start a new run";
+                let (name, error) = (file.clone(), error.to_owned());
+                anyhow::bail!(ConfigError::Layer { name, error });
+            }
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound && !found.is_empty() => {
+            write_whole(&record, &serde_json::to_string_pretty(&found)?)?;
+        }
+        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+        Err(error) => return Err(error.into()),
+    }
+    task_set(settings)
+}
+
+/// The tasks that the settings name.
 ///
 /// # Errors
 /// If a file cannot be read or has no usable row.
@@ -48,11 +91,17 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
     // Their position does not matter: a run draws its own order.
     let mix = micro::MicroCounts { train: tasks.mix as usize, held_out: 0, held_out_families: 0 };
     train.extend(of_environment(settings, mix).into_iter().map(Arc::new));
-    Ok(TaskSet {
-        train,
-        held_out: part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?,
-        held_out_families: Vec::new(),
-    })
+    let held_out = part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?;
+    let trained: HashSet<&str> = train.iter().map(|task| task.id.as_str()).collect();
+    let both = held_out.iter().filter(|task| trained.contains(task.id.as_str())).count();
+    if both > 0 {
+        output::say(format!(
+            "note: {both} of {} held-out tasks are trained on, too: their scores do not measure \
+             unseen tasks",
+            held_out.len()
+        ));
+    }
+    Ok(TaskSet { train, held_out, held_out_families: Vec::new() })
 }
 
 /// The usable rows of `file` as tasks, except those whose id is in `skip`. Refused rows are reported
