@@ -33,26 +33,32 @@ pub(crate) fn task_set_of_run(settings: &Settings, folder: &Utf8Path) -> anyhow:
         hasher.update_reader(content).map_err(unreadable)?;
         found.insert(file.clone(), format!("blake3:{}", hasher.finalize().to_hex()));
     }
-    let record = folder.join(FILES_FILE);
-    match fs_err::read_to_string(&record) {
-        Ok(text) => {
-            let recorded: BTreeMap<String, String> = serde_json::from_str(&text)?;
-            let changed = found.iter().find(|(file, digest)| {
-                recorded.get(*file).is_some_and(|recorded| recorded != *digest)
-            });
-            if let Some((file, _)) = changed {
-                let error = "was changed after the run started; restore it, or start a new run";
-                let (name, error) = (file.clone(), error.to_owned());
-                anyhow::bail!(ConfigError::Layer { name, error });
-            }
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound && !found.is_empty() => {
-            write_whole(&record, &serde_json::to_string_pretty(&found)?)?;
-        }
-        Err(error) if error.kind() == io::ErrorKind::NotFound => {}
-        Err(error) => return Err(error.into()),
+    let recorded = recorded_files(folder)?;
+    let changed = found
+        .iter()
+        .find(|(file, digest)| recorded.get(*file).is_some_and(|recorded| recorded != *digest));
+    if let Some((file, _)) = changed {
+        let error = "was changed after the run started; restore it, or start a new run";
+        let (name, error) = (file.clone(), error.to_owned());
+        anyhow::bail!(ConfigError::Layer { name, error });
+    }
+    if recorded.is_empty() && !found.is_empty() {
+        write_whole(&folder.join(FILES_FILE), &serde_json::to_string_pretty(&found)?)?;
     }
     task_set(settings)
+}
+
+/// The digests of the task files of the run in `folder`, by path; empty if it has none, or was made by
+/// an earlier version.
+///
+/// # Errors
+/// If the record cannot be read.
+pub(crate) fn recorded_files(folder: &Utf8Path) -> anyhow::Result<BTreeMap<String, String>> {
+    match fs_err::read(folder.join(FILES_FILE)) {
+        Ok(record) => Ok(serde_json::from_slice(&record)?),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
+        Err(error) => Err(error.into()),
+    }
 }
 
 /// The tasks that the settings name.
@@ -160,4 +166,37 @@ fn of_environment(settings: &Settings, counts: micro::MicroCounts) -> Vec<Task> 
         task.image.clone_from(&image);
     }
     tasks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Sections;
+    use camino::Utf8PathBuf;
+
+    #[test]
+    fn a_resumed_run_must_find_its_task_files_unchanged() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Utf8PathBuf::from_path_buf(temporary.path().to_owned()).unwrap();
+        let file = folder.join("rows.jsonl");
+        let write = |prompt: &str| {
+            let row = serde_json::json!({"id": "a-1", "prompt": prompt});
+            fs_err::write(&file, row.to_string()).unwrap();
+        };
+        write("one");
+        let mut raw = Sections::default();
+        raw.tasks.file = Some(file.to_string());
+        raw.run.eval_every = Some(0);
+        let settings = raw.with_defaults().unwrap().check().unwrap();
+        let run = folder.join("run");
+        assert_eq!(task_set_of_run(&settings, &run).unwrap().train.len(), 1);
+        // The same id and another row.
+        write("two");
+        let error = task_set_of_run(&settings, &run).unwrap_err().to_string();
+        assert!(error.contains("was changed after the run started"), "{error}");
+        write("one");
+        assert_eq!(task_set_of_run(&settings, &run).unwrap().train.len(), 1);
+        write("two");
+        task_set_of_run(&settings, &folder.join("another-run")).unwrap();
+    }
 }

@@ -68,13 +68,13 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
 /// value has the wrong type.
 fn of_value(entry: Value) -> Result<Prediction, String> {
     if let Value::Object(fields) = &entry {
+        let has_patch = fields.contains_key(PATCH);
+        if let Some(path) = keys::path_of_patch(fields).filter(|_| !has_patch) {
+            return Err(format!("has no `{PATCH}`; did you mean its value at `{path}`?"));
+        }
         keys::check(fields, &KEYS, &OTHER_NAMES)?;
-        if !fields.contains_key(PATCH) {
-            let meant = match keys::path_of_patch(fields) {
-                Some(path) => format!("did you mean its value at `{path}`?"),
-                None => format!("it has {}", keys::listed(fields.keys())),
-            };
-            return Err(format!("has no `{PATCH}`; {meant}"));
+        if !has_patch {
+            return Err(format!("has no `{PATCH}`; it has {}", keys::listed(fields.keys())));
         }
     }
     serde_path_to_error::deserialize(entry).map_err(|error| error.to_string())

@@ -414,15 +414,14 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
     let good = json!({"instance_id": "a", "model_name_or_path": "m", "model_patch": null});
     let diff = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a\n+b\n";
     for (bad, expected) in [
-        (json!({"instance_id": "b", "model": "m", "prediction": diff}), "`model_name_or_path`?"),
         (
-            json!({"instance_id": "b", "model_name_or_path": "m", "prediction": diff}),
-            "`model_patch`?",
+            json!({"instance_id": "b", "model": "m", "prediction": diff}),
+            "has no `model_patch`; did you mean its value at `prediction`?",
         ),
-        (json!({"instance_id": "b", "model_name_or_path": "m", "patch": diff}), "`model_patch`?"),
+        (json!({"instance_id": "b", "model_name_or_path": "m", "patch": "-"}), "`model_patch`?"),
         (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model-patch": diff}),
-            "`model_patch`?",
+            json!({"instance_id": "b", "model_name_or_path": "m", "model-patch": ""}),
+            "has the key `model-patch`, which is not read; did you mean `model_patch`?",
         ),
         (
             json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": null, "Model_Patch": diff}),

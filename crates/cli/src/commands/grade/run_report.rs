@@ -126,3 +126,86 @@ fn add_failures(report: &mut Value, results: &BTreeMap<&str, Graded>) {
         report.insert(key.to_owned(), value);
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use camino::Utf8PathBuf;
+    use orchestrate_tasks::micro::{MicroCounts, generate};
+
+    /// The keys that version 5.0.2 writes, without those on containers and images that it left.
+    const KEYS: [&str; 20] = [
+        "total_instances",
+        "submitted_instances",
+        "completed_instances",
+        "resolved_instances",
+        "unresolved_instances",
+        "infra_failure_instances",
+        "ambiguous_failure_instances",
+        "empty_patch_instances",
+        "error_instances",
+        "completed_ids",
+        "incomplete_ids",
+        "empty_patch_ids",
+        "submitted_ids",
+        "resolved_ids",
+        "unresolved_ids",
+        "infra_failure_ids",
+        "ambiguous_failure_ids",
+        "failure_reasons",
+        "error_ids",
+        "schema_version",
+    ];
+
+    #[test]
+    fn version_5_names_the_instances_whose_environment_failed() {
+        let counts = MicroCounts { train: 8, held_out: 0, held_out_families: 0 };
+        let tasks = generate(1, counts);
+        let temporary = tempfile::tempdir().unwrap();
+        let root = Utf8PathBuf::from_path_buf(temporary.path().to_owned()).unwrap();
+        let with_logs = |name: &str, outcome, tests: Option<&str>, steps: &str| {
+            let folder = root.join(name);
+            fs_err::create_dir(&folder).unwrap();
+            let [log, others] = log_files(&folder);
+            if let Some(tests) = tests {
+                fs_err::write(log, tests).unwrap();
+            }
+            fs_err::write(others, steps).unwrap();
+            Graded::in_folder(outcome, &folder).unwrap()
+        };
+        let results = [
+            // The last line has no end, and must not be joined with the next file's first one.
+            with_logs("certain", Outcome::Unresolved, Some("a\nKilled"), "Container started\n"),
+            with_logs("ambiguous", Outcome::Unresolved, Some("collected 0 items\n"), ""),
+            with_logs("steps", Outcome::Error, None, "Cannot connect to the Docker daemon"),
+            with_logs("patch", Outcome::Unresolved, Some("1 failed"), "Result: False"),
+            with_logs("solved", Outcome::Resolved, Some("Killed\n"), ""),
+            Graded::without_logs(Outcome::Broken),
+            Graded::without_logs(Outcome::Empty),
+        ];
+        let id = |n: usize| tasks.get(n).unwrap().id.as_str();
+        let results: BTreeMap<&str, Graded> =
+            results.into_iter().enumerate().map(|(n, graded)| (id(n), graded)).collect();
+        let report = run_report(&tasks, &results, Harness::V5_0_2);
+        let object = report.as_object().unwrap();
+        assert!(KEYS.iter().all(|key| object.contains_key(*key)) && object.len() == KEYS.len());
+        let of = |key: &str| object.get(key).unwrap().clone();
+        assert_eq!(of("infra_failure_ids"), json!([id(0), id(2), id(5)]));
+        assert_eq!(of("ambiguous_failure_ids"), json!([id(1)]));
+        assert_eq!(
+            of("failure_reasons"),
+            json!({id(0): "out_of_memory", id(1): "no_tests_collected",
+                id(2): "container_unavailable", id(5): "container_unavailable"})
+        );
+        assert_eq!(of("unresolved_ids"), json!([id(0), id(1), id(3)]));
+        assert_eq!(of("error_ids"), json!([id(2), id(5)]));
+        assert_eq!(of("completed_ids"), json!([id(0), id(1), id(3), id(4)]));
+        assert_eq!((of("resolved_ids"), of("incomplete_ids")), (json!([id(4)]), json!([id(7)])));
+        assert_eq!(of("infra_failure_instances"), json!(3));
+
+        let empty = run_report(&tasks, &BTreeMap::new(), Harness::V5_0_2);
+        assert!(KEYS.iter().all(|key| empty.get(key).is_some()));
+        let older = run_report(&tasks, &results, Harness::V4_1_0);
+        assert_eq!(older.as_object().unwrap().len(), KEYS.len() - 5);
+    }
+}
