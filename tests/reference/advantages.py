@@ -6,7 +6,7 @@
 * Dr. GRPO: Liu et al. 2025, arXiv 2503.20783: ``R_i - mean R`` (``none``).
 * RLOO: Ahmadian et al. 2024, arXiv 2402.14740: the reward minus the mean of the *other* rewards.
 * DAPO: Yu et al. 2025, arXiv 2503.14476: dynamic sampling, eq (11), drops a group whose
-  rewards are all equal; the overlong penalty is eq (13).
+  rewards are all equal; the overlong penalty is eq (13). Rewards that differ by rounding are equal.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ from basics import Array
 
 #: Added to the standard deviation.
 EPSILON = 1e-6
+#: Rewards that differ by no more than this are equal.
+EQUAL_REWARDS = 1e-6
 NORMALISATIONS = ("std", "population_std", "none", "rloo")
 
 
@@ -36,7 +38,7 @@ def group_advantages(rewards: Array, normalisation: str) -> Array:
 
 def has_signal(rewards: Array) -> bool:
     """Whether dynamic sampling keeps the group."""
-    return bool(rewards.max() > rewards.min())
+    return bool(rewards.max() - rewards.min() > EQUAL_REWARDS)
 
 
 def overlong_penalty(length: int, max_length: int, cache: int) -> float:

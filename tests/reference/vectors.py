@@ -100,6 +100,8 @@ def advantage_vectors() -> dict[str, Any]:
         "pair": [0.3, -0.2],
         "all solved": [1, 1, 1, 1],
         "all failed": [0, 0, 0],
+        "equal up to rounding": [0.3, 0.1 + 0.2, float(np.float32(0.3)), 0.3],
+        "hardly different": [0.5, 0.5 + 2.0**-16, 0.5, 0.5],
     }
     found = []
     for name, rewards in groups.items():

@@ -9,6 +9,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+#: Rewards of a group that differ by no more than this are equal: the rest is rounding.
+EQUAL_REWARDS = 1e-6
+
 __all__ = ["gae", "group_advantages", "overlong_penalty", "value_terms"]
 
 
@@ -16,10 +19,10 @@ def group_advantages(rewards: Tensor, norm: str, eps: float = 1e-6) -> Tensor:
     """Advantages ``[G]`` of one group from its rewards ``[G]``.
 
     ``norm`` is ``std`` (unbiased), ``population``, ``none`` (mean only, Dr. GRPO) or ``rloo``. A
-    group whose rewards are all equal, or a group of one, gets zeros.
+    group whose rewards are all equal up to rounding, or a group of one, gets zeros.
     """
     centred = rewards - rewards.mean()
-    if len(rewards) < 2 or bool((rewards == rewards[0]).all()):
+    if len(rewards) < 2 or bool(rewards.max() - rewards.min() <= EQUAL_REWARDS):
         return torch.zeros_like(centred)
     if norm == "std":
         return centred / (rewards.std() + eps)

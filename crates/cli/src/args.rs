@@ -234,8 +234,8 @@ Examples:
 
 Without --log, every patch of --predictions is graded in a fresh sandbox of its task's image.
 The results are written below --out as SWE-bench's own harness writes them:
-logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json. Patches with a report there are not
-graded again.")]
+logs/run_evaluation/RUN/MODEL/INSTANCE and MODEL.RUN.json. A verdict there is used again if patch,
+row, image, rules and limits are the same; otherwise the patch is graded again.")]
 pub(crate) struct GradeArgs {
     /// Recorded output of the tests, standard output and error combined.
     #[arg(

@@ -5,10 +5,14 @@ use crate::wiring;
 use orchestrate_rollout::{
     GradeError, GradedChange, GradingRules, HarborActor, check_harbor, grade_patch,
 };
-use orchestrate_sandbox::{DockerHosts, ImageHooks, Owner, Purpose, SandboxProvider, SandboxSpec};
+use orchestrate_sandbox::{
+    DockerHosts, ImageHooks, ImageIdentity, ImageLock, InMemoryImageLock, Owner, Purpose,
+    SandboxError, SandboxProvider, SandboxSpec,
+};
 use orchestrate_tasks::harbor::seconds;
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Retry, RunId};
+use std::sync::Arc;
 use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 
@@ -25,6 +29,7 @@ const SOLUTION_S: f64 = 3600.0;
 pub(crate) struct Grader<'a> {
     settings: &'a Settings,
     provider: DockerHosts,
+    images: Arc<InMemoryImageLock>,
     rules: GradingRules,
     run: RunId,
     count: AtomicU32,
@@ -36,8 +41,12 @@ impl<'a> Grader<'a> {
         settings: &'a Settings,
         rules: GradingRules,
     ) -> anyhow::Result<Self> {
-        let provider = DockerHosts::connect(&settings.sandbox, ImageHooks::default()).await?;
-        Ok(Self { settings, provider, rules, run: RunId::generate(), count: AtomicU32::new(0) })
+        let images = Arc::<InMemoryImageLock>::default();
+        let lock: Arc<dyn ImageLock> = Arc::<InMemoryImageLock>::clone(&images);
+        let hooks = ImageHooks { lock: Some(lock), ..ImageHooks::default() };
+        let provider = DockerHosts::connect(&settings.sandbox, hooks).await?;
+        let (run, count) = (RunId::generate(), AtomicU32::new(0));
+        Ok(Self { settings, provider, images, rules, run, count })
     }
 
     /// Number of patches that may be graded concurrently.
@@ -82,6 +91,21 @@ impl<'a> Grader<'a> {
                 result => return result,
             }
         }
+    }
+
+    /// The image that sandboxes of the task were opened with; `None` if there was none.
+    pub(crate) async fn image(&self, task: &Task) -> Result<Option<ImageIdentity>, SandboxError> {
+        self.images.recorded(&task.image).await
+    }
+
+    /// Fails if the name of the task's image stands for another image than `recorded`. An image that
+    /// no host has is not pulled for this.
+    pub(crate) async fn check_image(
+        &self,
+        task: &Task,
+        recorded: ImageIdentity,
+    ) -> Result<(), SandboxError> {
+        self.provider.check_images(&[(task.image.clone(), recorded)]).await
     }
 
     /// Removes all remaining sandboxes.

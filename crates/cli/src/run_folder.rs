@@ -5,7 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::UsageError;
 use crate::files::write_whole;
-use crate::wiring;
+use crate::{task_source, wiring};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::{EngineKind, EngineSettings};
@@ -148,8 +148,9 @@ async fn check_changes(before: &Settings, after: &Settings, reader: &Reader) -> 
 }
 
 /// Entries of a run folder that this program makes.
-const ENTRIES: [&str; 18] = [
+const ENTRIES: [&str; 19] = [
     PLAN_FILE,
+    task_source::FILES_FILE,
     "status.json",
     "tool-servers.json",
     "metrics.jsonl",

@@ -1,18 +1,67 @@
 //! Where tasks come from: an environment that generates them, or task files.
 
-use crate::config::Settings;
+use crate::config::{ConfigError, Settings};
 use crate::error::{InputError, UsageError};
+use crate::files::write_whole;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
 use orchestrate_tasks::{Origin, Split, Task, load, micro};
-use std::collections::HashSet;
+use std::collections::{BTreeMap, HashSet};
+use std::io;
 use std::sync::Arc;
 
 /// Default image of the micro environment.
 const MICRO_IMAGE: &str = "orchestrate/micro:latest";
 
-/// The tasks of a run.
+/// Name of the record of a run's task files in its folder.
+pub(crate) const FILES_FILE: &str = "task-files.json";
+
+/// The tasks of the run in `folder`, whose task files must be those that it began with: its groups may
+/// be half done, and its results are of those tasks. A data set on a hub is pinned to a commit instead.
+///
+/// # Errors
+/// As [`task_set`]; and if a task file was changed after the run began.
+pub(crate) fn task_set_of_run(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<TaskSet> {
+    let tasks = &settings.tasks;
+    let files = [&tasks.file, &tasks.held_out_file].into_iter().flatten();
+    let mut found = BTreeMap::new();
+    for file in files.filter(|file| !load::is_on_hub(file)) {
+        let unreadable = |source| InputError::Unreadable { file: file.into(), source };
+        let mut hasher = blake3::Hasher::new();
+        let content = fs_err::File::open(file.as_str()).map_err(unreadable)?;
+        hasher.update_reader(content).map_err(unreadable)?;
+        found.insert(file.clone(), format!("blake3:{}", hasher.finalize().to_hex()));
+    }
+    let recorded = recorded_files(folder)?;
+    let changed = found
+        .iter()
+        .find(|(file, digest)| recorded.get(*file).is_some_and(|recorded| recorded != *digest));
+    if let Some((file, _)) = changed {
+        let error = "was changed after the run started; restore it, or start a new run";
+        let (name, error) = (file.clone(), error.to_owned());
+        anyhow::bail!(ConfigError::Layer { name, error });
+    }
+    if recorded.is_empty() && !found.is_empty() {
+        write_whole(&folder.join(FILES_FILE), &serde_json::to_string_pretty(&found)?)?;
+    }
+    task_set(settings)
+}
+
+/// The digests of the task files of the run in `folder`, by path; empty if it has none, or was made by
+/// an earlier version.
+///
+/// # Errors
+/// If the record cannot be read.
+pub(crate) fn recorded_files(folder: &Utf8Path) -> anyhow::Result<BTreeMap<String, String>> {
+    match fs_err::read(folder.join(FILES_FILE)) {
+        Ok(record) => Ok(serde_json::from_slice(&record)?),
+        Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(BTreeMap::new()),
+        Err(error) => Err(error.into()),
+    }
+}
+
+/// The tasks that the settings name.
 ///
 /// # Errors
 /// If a file cannot be read or has no usable row.
@@ -48,11 +97,17 @@ pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
     // Their position does not matter: a run draws its own order.
     let mix = micro::MicroCounts { train: tasks.mix as usize, held_out: 0, held_out_families: 0 };
     train.extend(of_environment(settings, mix).into_iter().map(Arc::new));
-    Ok(TaskSet {
-        train,
-        held_out: part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?,
-        held_out_families: Vec::new(),
-    })
+    let held_out = part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?;
+    let trained: HashSet<&str> = train.iter().map(|task| task.id.as_str()).collect();
+    let both = held_out.iter().filter(|task| trained.contains(task.id.as_str())).count();
+    if both > 0 {
+        output::say(format!(
+            "note: {both} of {} held-out tasks are trained on, too: their scores do not measure \
+             unseen tasks",
+            held_out.len()
+        ));
+    }
+    Ok(TaskSet { train, held_out, held_out_families: Vec::new() })
 }
 
 /// The usable rows of `file` as tasks, except those whose id is in `skip`. Refused rows are reported
@@ -111,4 +166,37 @@ fn of_environment(settings: &Settings, counts: micro::MicroCounts) -> Vec<Task> 
         task.image.clone_from(&image);
     }
     tasks
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::config::Sections;
+    use camino::Utf8PathBuf;
+
+    #[test]
+    fn a_resumed_run_must_find_its_task_files_unchanged() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Utf8PathBuf::from_path_buf(temporary.path().to_owned()).unwrap();
+        let file = folder.join("rows.jsonl");
+        let write = |prompt: &str| {
+            let row = serde_json::json!({"id": "a-1", "prompt": prompt});
+            fs_err::write(&file, row.to_string()).unwrap();
+        };
+        write("one");
+        let mut raw = Sections::default();
+        raw.tasks.file = Some(file.to_string());
+        raw.run.eval_every = Some(0);
+        let settings = raw.with_defaults().unwrap().check().unwrap();
+        let run = folder.join("run");
+        assert_eq!(task_set_of_run(&settings, &run).unwrap().train.len(), 1);
+        // The same id and another row.
+        write("two");
+        let error = task_set_of_run(&settings, &run).unwrap_err().to_string();
+        assert!(error.contains("was changed after the run started"), "{error}");
+        write("one");
+        assert_eq!(task_set_of_run(&settings, &run).unwrap().train.len(), 1);
+        write("two");
+        task_set_of_run(&settings, &folder.join("another-run")).unwrap();
+    }
 }

@@ -391,7 +391,7 @@ pub(crate) async fn parts(
     let known: Vec<_> = known.map(|row| (row.name.clone(), images::identity(row))).collect();
     provider.check_images(&known).await?;
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
-    let tasks = task_source::task_set(settings)?;
+    let tasks = task_source::task_set_of_run(settings, folder)?;
     let mut all = tasks.train.iter().chain(&tasks.held_out);
     if all.any(|task| matches!(task.origin, Origin::Outside(_))) {
         let problem = gateway::needs_workers(&settings.rollout);
@@ -408,7 +408,7 @@ async fn outside_parts(
     folder: &Utf8Path,
     servers: &mut Servers,
 ) -> anyhow::Result<Parts> {
-    let tasks = task_source::task_set(settings)?;
+    let tasks = task_source::task_set_of_run(settings, folder)?;
     let runner = runner(settings, folder, servers, Arc::new(NoSandboxes)).await?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;

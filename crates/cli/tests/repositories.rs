@@ -126,13 +126,34 @@ fn docker_predictions_are_graded_once_and_leave_the_harness_files() {
     let written = std::fs::read_to_string(at("org__model.r.json")).unwrap();
     assert_eq!(serde_json::from_str::<Value>(&written).unwrap(), report);
 
-    // What has a report is not graded again, and what is reported is the file's word.
-    let kept = at("logs/run_evaluation/r/org__model/pytest-dev__pytest-1/report.json");
+    // A verdict is used again for the same inputs alone.
+    let said = |output: &Output| String::from_utf8_lossy(&output.stderr).into_owned();
+    let again = orchestrate(&[&grade[..], &["--json"]].concat());
+    assert_eq!(json_of(&again), report);
+    assert!(said(&again).contains("2 verdicts") && !said(&again).contains("graded again"));
+
+    // A kill after the first write of another patch leaves that patch next to the first one's report.
+    let folder = at("logs/run_evaluation/r/org__model/pytest-dev__pytest-1");
+    let wrong = GOLD.replace("+    return sum(items)\n", "+    return 0\n");
+    std::fs::write(folder.join("patch.diff"), &wrong).unwrap();
+    write(&at("preds.jsonl"), &[prediction("pytest-dev__pytest-1", json!(wrong))]);
+    let again = orchestrate(&[&grade[..], &["--json"]].concat());
+    assert_eq!(json_of(&again)["unresolved_ids"], json!(["pytest-dev__pytest-1"]));
+    assert!(said(&again).contains("graded again") && said(&again).contains("the patch"));
+
+    let newer = [&grade[..], &["--json", "--harness", "5.0.2"]].concat();
+    let again = orchestrate(&newer);
+    assert!(said(&again).contains("harness 4.1.0 then, harness 5.0.2 now"), "{}", said(&again));
+    assert_eq!(json_of(&again)["failure_reasons"], json!({}));
+
+    // A report that another program wrote is not this program's verdict.
+    let kept = folder.join("report.json");
     let known = std::fs::read_to_string(&kept).unwrap();
-    assert!(known.contains("\"resolved\": true"));
-    std::fs::write(&kept, known.replace("\"resolved\": true", "\"resolved\": false")).unwrap();
-    let again = json_of(&orchestrate(&[&grade[..], &["--json"]].concat()));
-    assert_eq!(again["unresolved_ids"], json!(["pytest-dev__pytest-1"]));
+    assert!(known.contains("\"resolved\": false"));
+    std::fs::write(&kept, known.replace("\"resolved\": false", "\"resolved\": true")).unwrap();
+    let again = orchestrate(&newer);
+    assert_eq!(json_of(&again)["unresolved_ids"], json!(["pytest-dev__pytest-1"]));
+    assert!(said(&again).contains("report.json has changed"), "{}", said(&again));
     let table = orchestrate(&grade);
     assert!(String::from_utf8_lossy(&table.stdout).contains("pytest-dev/pytest"));
 }

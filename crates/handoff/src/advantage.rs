@@ -5,6 +5,10 @@ use serde::{Deserialize, Serialize};
 
 /// Added to the standard deviation before dividing by it.
 const STD_EPSILON: f64 = 1e-6;
+/// Rewards of a group that differ by no more than this are equal. Rewards are between 0 and 1, so
+/// that is more than rounding in 32-bit numbers leaves of a sum or a mean, and less than any grader
+/// means: dividing by the standard deviation would turn such differences into advantages of order 1.
+const EQUAL_REWARDS: f64 = 1e-6;
 
 /// How rewards of one group become advantages.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -30,7 +34,7 @@ impl AdvantageNorm {
 pub enum GroupSignal {
     /// Trusted rewards differ.
     Usable,
-    /// All trusted rewards are equal: every advantage is 0.
+    /// All trusted rewards are equal up to rounding (1e-6): every advantage is 0.
     Degenerate,
     /// Fewer than two members have a trusted reward: there is no baseline.
     TooFewTrusted,
@@ -60,7 +64,7 @@ pub fn group_advantages(rewards: &[Option<f64>], norm: AdvantageNorm) -> GroupAd
     let mean = trusted.iter().sum::<f64>() / count;
     let low = trusted.iter().copied().fold(f64::INFINITY, f64::min);
     let high = trusted.iter().copied().fold(f64::NEG_INFINITY, f64::max);
-    let differ = high > low;
+    let differ = high - low > EQUAL_REWARDS;
     let squares: f64 = trusted.iter().map(|reward| (reward - mean).powi(2)).sum();
     let scale = match norm {
         AdvantageNorm::Std => 1.0 / ((squares / (count - 1.0)).sqrt() + STD_EPSILON),
@@ -138,5 +142,24 @@ mod tests {
         let got = group_advantages(&[Some(0.1); 7], AdvantageNorm::Std);
         assert_eq!(got.signal, GroupSignal::Degenerate);
         assert_eq!(got.values, [Some(0.0); 7]);
+    }
+
+    #[test]
+    fn rewards_that_differ_only_by_rounding_are_equal() {
+        let single = f64::from(0.1_f32);
+        for rewards in [
+            [0.1 + 0.2, 0.3, 0.3],
+            [1.0, 1.0 - f64::EPSILON, 1.0],
+            [single, 0.1, single * 3.0 / 3.0],
+            [0.5, 0.5 + 9e-7, 0.5],
+        ] {
+            for norm in AdvantageNorm::ALL {
+                let got = group_advantages(&rewards.map(Some), norm);
+                assert_eq!(got.signal, GroupSignal::Degenerate, "{rewards:?}");
+                assert_eq!(got.values, [Some(0.0); 3], "{rewards:?}");
+            }
+        }
+        let got = group_advantages(&[Some(0.5), Some(0.500_002)], AdvantageNorm::None);
+        assert_eq!(got.signal, GroupSignal::Usable);
     }
 }

@@ -263,6 +263,14 @@ impl EpisodeMachine {
                 | EpisodePhase::AgentRunning,
                 EpisodeEvent::StopRequested,
             ) => end(Outcome::Aborted { by: AbortCause::Shutdown }),
+            // Such a reward would be trained on as if it meant something.
+            (
+                EpisodePhase::AgentRunning | EpisodePhase::Grading { .. },
+                EpisodeEvent::Returned { reward, .. } | EpisodeEvent::Graded { reward },
+            ) if !(0.0..=1.0).contains(reward) => end(Outcome::Broken {
+                stage: Stage::Grade,
+                error: format!("the reward is {reward}, which is not from 0 to 1"),
+            }),
             (EpisodePhase::AgentRunning, EpisodeEvent::Returned { reward, truncated_by })
             | (EpisodePhase::Grading { truncated_by }, EpisodeEvent::Graded { reward }) => {
                 end(match *truncated_by {

@@ -307,9 +307,9 @@ impl EpisodeRunner {
         if let Some(sandbox) = open.take() {
             close(sandbox).await;
         }
+        let graded = graded.map_err(GradeError::from).and_then(harbor::GradedStep::graded);
         match graded {
             Ok(graded) => {
-                let graded = graded.graded();
                 if let Some(problem) = &graded.problem {
                     tracing::info!(task = row.name, problem, "the tests wrote no valid reward");
                 }
@@ -318,8 +318,11 @@ impl EpisodeRunner {
                 attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
             }
-            Err(error) if step.verifier.separate.is_none() => sandbox_failed(Stage::Collect, error),
-            Err(error) => sandbox_failed(Stage::Grade, error),
+            Err(GradeError::Sandbox(error)) if step.verifier.separate.is_none() => {
+                sandbox_failed(Stage::Collect, error)
+            }
+            Err(GradeError::Sandbox(error)) => sandbox_failed(Stage::Grade, error),
+            Err(error) => failed(Stage::Grade, format!("Harbor task {}: {error}", row.name)),
         }
     }
 
@@ -379,6 +382,7 @@ impl EpisodeRunner {
                 EpisodeEvent::ChangeTooLarge
             }
             Err(GradeError::Sandbox(error)) => sandbox_failed(Stage::Grade, error),
+            Err(error @ GradeError::NoReward(_)) => failed(Stage::Grade, error),
             // The diff was made for this very tree, so only what it contains can be the reason.
             Err(error @ (GradeError::Patch(_) | GradeError::NotApplied(_))) => {
                 EpisodeEvent::SandboxDamaged { what: error.to_string() }

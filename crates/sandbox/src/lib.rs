@@ -82,7 +82,7 @@ pub use host::{DockerHost, DockerHostSection};
 pub use hosts::DockerHosts;
 pub use image::{
     BuildError, ImageBuilder, ImageConfig, ImageEvent, ImageHooks, ImageIdentity, ImageLayer,
-    ImageListener, ImageLock, ImagesOnHost, PulledImage, images_on_hosts,
+    ImageListener, ImageLock, ImagesOnHost, InMemoryImageLock, PulledImage, images_on_hosts,
 };
 pub use memory::MemoryUse;
 pub use provider::{DockerProvider, ProviderStats};

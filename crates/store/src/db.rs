@@ -142,7 +142,10 @@ pub(crate) async fn migrate(pool: &SqlitePool, journal: &Utf8Path) -> Result<(),
         MigrateError::Execute(e) | MigrateError::ExecuteMigration(e, _) => {
             StoreError::from_db(journal, "migrate", e)
         }
-        other => StoreError::Db { what: "migrate", source: sqlx::Error::Migrate(Box::new(other)) },
+        other => {
+            let (journal, source) = (journal.to_owned(), sqlx::Error::Migrate(Box::new(other)));
+            StoreError::Db { journal, what: "migrate", source }
+        }
     })
 }
 
@@ -257,6 +260,20 @@ mod tests {
         assert!(matches!(error, StoreError::Newer { .. }), "{error}");
         let error = Reader::open(&root).await.unwrap_err();
         assert!(error.to_string().contains("schema version 999"), "{error}");
+    }
+
+    #[tokio::test]
+    async fn a_journal_that_sqlite_cannot_open_is_reported_with_its_file_system() {
+        let folder = tempfile::tempdir().unwrap();
+        let journal = Utf8PathBuf::from_path_buf(folder.path().join("j.db")).unwrap();
+        // SQLite cannot open a folder, as it cannot where it finds no locks or no shared memory.
+        fs_err::create_dir(&journal).unwrap();
+        let error = writer(&journal, true).await.unwrap_err();
+        let kind = crate::file_system::of(&journal).unwrap().kind;
+        let message = error.to_string();
+        for part in [journal.as_str(), &format!("the file system `{kind}` at "), "--run-dir"] {
+            assert!(message.contains(part), "{message}");
+        }
     }
 
     #[tokio::test]

@@ -1,5 +1,6 @@
 //! Errors of the journal, each with its remedy in the message.
 
+use crate::file_system;
 use crate::record::RecordError;
 use camino::{Utf8Path, Utf8PathBuf};
 
@@ -141,9 +142,25 @@ pub enum StoreError {
         /// Error of the operating system.
         source: std::io::Error,
     },
+    /// The folder's file system lacks what SQLite needs.
+    #[error(
+        "journal operation {what} failed on {journal}{}: SQLite needs a writable file system with \
+         locks and shared memory, as local ones are; choose another --run-dir",
+        on_file_system(journal)
+    )]
+    FileSystem {
+        /// Path of the journal.
+        journal: Utf8PathBuf,
+        /// Name of the operation.
+        what: &'static str,
+        /// Error of the database driver.
+        source: sqlx::Error,
+    },
     /// Any other database error.
-    #[error("journal operation {what} failed")]
+    #[error("journal operation {what} failed on {journal}")]
     Db {
+        /// Path of the journal.
+        journal: Utf8PathBuf,
         /// Name of the operation.
         what: &'static str,
         /// Error of the database driver.
@@ -155,8 +172,13 @@ pub enum StoreError {
 mod code {
     pub(super) const BUSY: u32 = 5;
     pub(super) const LOCKED: u32 = 6;
+    pub(super) const READ_ONLY: u32 = 8;
+    pub(super) const IO: u32 = 10;
     pub(super) const CORRUPT: u32 = 11;
     pub(super) const FULL: u32 = 13;
+    pub(super) const CANNOT_OPEN: u32 = 14;
+    pub(super) const PROTOCOL: u32 = 15;
+    pub(super) const NO_LARGE_FILES: u32 = 22;
     pub(super) const CONSTRAINT: u32 = 19;
     pub(super) const NOT_A_DB: u32 = 26;
 }
@@ -177,7 +199,15 @@ impl StoreError {
             Some((code::CORRUPT | code::NOT_A_DB, detail)) => Self::Corrupt { journal, detail },
             Some((code::BUSY | code::LOCKED, _)) => Self::Busy { journal },
             Some((code::CONSTRAINT, detail)) => Self::Refused { what, detail },
-            _ => Self::Db { what, source },
+            Some((
+                code::READ_ONLY
+                | code::IO
+                | code::CANNOT_OPEN
+                | code::PROTOCOL
+                | code::NO_LARGE_FILES,
+                _,
+            )) => Self::FileSystem { journal, what, source },
+            _ => Self::Db { journal, what, source },
         }
     }
 
@@ -191,6 +221,14 @@ impl StoreError {
             _ => Self::Io { path: path.to_owned(), source },
         }
     }
+}
+
+/// Where `journal` is, as part of a message.
+fn on_file_system(journal: &Utf8Path) -> String {
+    let found = file_system::of(&folder_of(journal));
+    found.map_or_else(String::new, |found| {
+        format!(", on the file system `{}` at {}", found.kind, found.mounted_at)
+    })
 }
 
 fn folder_of(path: &Utf8Path) -> Utf8PathBuf {

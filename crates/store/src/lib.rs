@@ -14,6 +14,7 @@ mod db;
 mod error;
 #[cfg(feature = "failpoints")]
 mod failpoint;
+mod file_system;
 mod images;
 mod lock;
 mod read;

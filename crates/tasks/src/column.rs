@@ -52,6 +52,25 @@ pub(crate) fn revision(column: &'static str, text: &str) -> Result<(), ColumnPro
     Ok(())
 }
 
+/// Checks that the images that a row names in several columns are the same one.
+pub(crate) fn same_image(named: &[(&'static str, &str)]) -> Result<(), ColumnProblem> {
+    let Some(((first, image), others)) = named.split_first() else { return Ok(()) };
+    match others.iter().find(|(_, other)| full_name(other) != full_name(image)) {
+        None => Ok(()),
+        Some((column, other)) => {
+            let [other, image] = [other, image].map(|name| printable(name, PATH_CHARS));
+            let reason = format!("it names `{other}`, but `{first}` names `{image}`; keep one");
+            Err(ColumnProblem::new(column, reason))
+        }
+    }
+}
+
+/// The name of an image without the registry and the tag that apply when none is given.
+fn full_name(image: &str) -> &str {
+    let name = image.strip_prefix("docker.io/").unwrap_or(image);
+    name.strip_suffix(":latest").unwrap_or(name)
+}
+
 /// Checks the size of a text.
 pub(crate) fn text(column: &'static str, text: &str) -> Result<(), ColumnProblem> {
     at_most(column, "bytes", text.len(), TEXT_BYTES)

@@ -47,11 +47,14 @@ pub enum Finding {
     /// The set-up of the changed tree, which ran before the tests, changed files that an installation
     /// of this project does not write.
     SystemTouched,
+    /// The tests gave no reward that can be used, so the reward 0 is not theirs: they wrote none, or
+    /// ran out of time.
+    NoReward,
 }
 
 impl Finding {
     /// All findings, in the order in which they are listed.
-    pub const ALL: [Self; 17] = [
+    pub const ALL: [Self; 18] = [
         Self::ConftestTouched,
         Self::TestsDeleted,
         Self::TestsChanged,
@@ -69,6 +72,7 @@ impl Finding {
         Self::NoCanary,
         Self::NotApplied,
         Self::SystemTouched,
+        Self::NoReward,
     ];
 
     /// The name in records and metrics, in snake case.
@@ -91,6 +95,7 @@ impl Finding {
             Self::NoCanary => "no_canary",
             Self::NotApplied => "not_applied",
             Self::SystemTouched => "system_touched",
+            Self::NoReward => "no_reward",
         }
     }
 

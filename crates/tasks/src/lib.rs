@@ -16,6 +16,7 @@ pub mod expert;
 mod finding;
 pub mod harbor;
 mod json_column;
+mod keys;
 pub mod load;
 mod log;
 pub mod micro;

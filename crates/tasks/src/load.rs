@@ -5,6 +5,7 @@
 //! one, so a file may be larger than memory, except for JSON that is one document.
 
 mod hub;
+mod hub_files;
 mod nemo_gym;
 mod parquet_file;
 
@@ -15,6 +16,7 @@ use crate::repair;
 use crate::swe::SweRow;
 use crate::task::Task;
 use crate::text::printable;
+use crate::{column, keys};
 use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
 pub use hub::HubError;
@@ -136,12 +138,23 @@ impl Row {
                         .to_owned(),
                 );
             }
+            if let Value::Object(columns) = &value {
+                keys::check(columns, &SweRow::COLUMNS, &[])?;
+                keys::check_image(columns, &["image", "docker_image", "image_name"])?;
+            }
             let row = serde_path_to_error::deserialize::<_, SweRow>(value).map_err(reason)?;
             match row.problem() {
                 Some(problem) => Err(problem),
                 None => Ok(Self::Swe(Box::new(row))),
             }
         } else if has(&value, "expected_output_json") || has(&value, "parsed_commit_content") {
+            if let Value::Object(columns) = &value {
+                keys::check(columns, &R2eRow::COLUMNS, &[("image_name", "docker_image")])?;
+                let named = ["docker_image", "image", "image_name"];
+                let named = named.map(|column| Some((column, columns.get(column)?.as_str()?)));
+                let named: Vec<_> = named.into_iter().flatten().collect();
+                column::same_image(&named).map_err(|problem| problem.to_string())?;
+            }
             let row = serde_path_to_error::deserialize::<_, R2eRow>(value).map_err(reason)?;
             match row.to_task() {
                 Err(error) => Err(error.to_string()),
@@ -229,6 +242,11 @@ pub fn pinned(path: &str) -> Result<String, LoadError> {
         None => Ok(path.to_owned()),
         Some(source) => Ok(source?.pinned()?),
     }
+}
+
+/// Whether `path` names a data set of the Hugging Face hub instead of a local file.
+pub fn is_on_hub(path: &str) -> bool {
+    HubSource::parse(path).is_some()
 }
 
 /// The rows of `path`, usable and refused. The format is detected from the file's first bytes. A

@@ -2,8 +2,10 @@
 //!
 //! The invariant: a patch is kept byte for byte. `git apply` and `patch` both reject one without
 //! its final line end. Ids and names of models are checked when they are read: they become parts of
-//! paths.
+//! paths. A prediction without a patch says so (`null` or an empty text): one in which the patch has
+//! another key is refused, because it would count as an empty patch.
 
+use crate::keys;
 use crate::load::{self, LoadError};
 use crate::text::printable;
 use camino::Utf8Path;
@@ -13,6 +15,15 @@ use serde_json::{Map, Value};
 
 /// Number of characters of an id that a message repeats.
 const ID_CHARS: usize = 120;
+
+const INSTANCE_ID: &str = "instance_id";
+const MODEL: &str = "model_name_or_path";
+const PATCH: &str = "model_patch";
+/// The keys of a prediction. Others, such as the text that the model wrote, are ignored.
+const KEYS: [&str; 3] = [INSTANCE_ID, MODEL, PATCH];
+/// The other names under which published tools and documentation write the keys.
+const OTHER_NAMES: [(&str, &str); 4] =
+    [("model", MODEL), ("model_name", MODEL), ("prediction", PATCH), ("patch", PATCH)];
 
 /// One patch for one task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -36,24 +47,44 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
     for (n, entry) in load::values(path)?.enumerate() {
         let entry = entry.map_err(|reason| LoadError::entry(path, n + 1, reason))?;
         let keyed = match entry {
-            Value::Object(entry) if !entry.contains_key("instance_id") => {
+            Value::Object(entry) if !entry.contains_key(INSTANCE_ID) => {
                 by_id(entry).map_err(|reason| LoadError::entry(path, n + 1, reason))?
             }
             entry => vec![entry],
         };
         for (place, entry) in keyed.into_iter().enumerate() {
-            let prediction = serde_path_to_error::deserialize(entry)
-                .map_err(|error| LoadError::entry(path, n + place + 1, error.to_string()))?;
+            let prediction =
+                of_value(entry).map_err(|reason| LoadError::entry(path, n + place + 1, reason))?;
             predictions.push(prediction);
         }
     }
     Ok(predictions)
 }
 
+/// A prediction from its JSON value.
+///
+/// # Errors
+/// The reason why it is not one: a key that is absent, that looks like another one's name, or whose
+/// value has the wrong type.
+fn of_value(entry: Value) -> Result<Prediction, String> {
+    if let Value::Object(fields) = &entry {
+        let has_patch = fields.contains_key(PATCH);
+        if let Some(path) = keys::path_of_patch(fields).filter(|_| !has_patch) {
+            return Err(format!("has no `{PATCH}`; did you mean its value at `{path}`?"));
+        }
+        keys::check(fields, &KEYS, &OTHER_NAMES)?;
+        if !has_patch {
+            return Err(format!("has no `{PATCH}`; it has {}", keys::listed(fields.keys())));
+        }
+    }
+    serde_path_to_error::deserialize(entry).map_err(|error| error.to_string())
+}
+
 /// The entries of an object keyed by instance id; an entry may leave its id out.
 ///
 /// # Errors
-/// If a value is not an object: the entries are then rather one prediction without its id.
+/// If a value is not an object: the entries are then rather one prediction without its id. If an
+/// entry has another id than its key.
 fn by_id(entries: Map<String, Value>) -> Result<Vec<Value>, String> {
     let with_id = |(id, mut entry): (String, Value)| {
         let Value::Object(fields) = &mut entry else {
@@ -62,7 +93,14 @@ fn by_id(entries: Map<String, Value>) -> Result<Vec<Value>, String> {
                 "has no `instance_id`, and `{id}` is not an object with a prediction"
             ));
         };
-        fields.entry("instance_id").or_insert(Value::String(id));
+        match fields.get(INSTANCE_ID).and_then(Value::as_str) {
+            Some(own) if own != id => {
+                let [own, id] = [own, &id].map(|id| printable(id, ID_CHARS));
+                return Err(format!("has the `instance_id` {own} under the id `{id}`"));
+            }
+            Some(_) | None => {}
+        }
+        fields.entry(INSTANCE_ID).or_insert(Value::String(id));
         Ok(entry)
     };
     entries.into_iter().map(with_id).collect()

@@ -28,7 +28,8 @@ pub const HIDDEN_FOLDER: &str = "r2e_tests";
 const NAME_CHARS: usize = 120;
 
 /// One row of an R2E-Gym data set. JSON columns are read as JSON text or as decoded values and
-/// written as JSON text; unknown columns are ignored.
+/// written as JSON text; unknown columns are ignored, unless they look like one of
+/// [`R2eRow::COLUMNS`].
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct R2eRow {
     /// Short name of the repository, e.g. `aiohttp`.
@@ -175,6 +176,24 @@ pub enum RowError {
 }
 
 impl R2eRow {
+    /// The columns that are read.
+    pub const COLUMNS: [&str; 14] = [
+        "repo_name",
+        "docker_image",
+        "commit_hash",
+        "parsed_commit_content",
+        "execution_result_content",
+        "modified_files",
+        "relevant_files",
+        "num_non_test_files",
+        "num_non_test_func_methods",
+        "num_non_test_lines",
+        "problem_statement",
+        "expected_output_json",
+        "micro",
+        "repair",
+    ];
+
     /// The task's id: that of [`R2eRow::micro`], else `REPO__COMMIT`, because rows have no column
     /// for it.
     pub fn id(&self) -> String {

@@ -59,11 +59,13 @@ impl Check {
             let found: Vec<&str> = found.map(|finding| finding.name()).collect();
             let found =
                 if found.is_empty() { String::new() } else { format!(" ({})", found.join(", ")) };
-            problems
-                .push(format!("the gold patch scores 0{found}; tests that differ: {tests}{more}"));
+            let reward = self.gold.reward;
+            problems.push(format!(
+                "the gold patch scores {reward}{found}; tests that differ: {tests}{more}"
+            ));
         }
         if self.noop.reward > 0.0 {
-            problems.push("doing nothing scores 1".to_owned());
+            problems.push(format!("doing nothing scores {}", self.noop.reward));
         }
         problems
     }
@@ -83,20 +85,20 @@ pub enum Health {
 impl Health {
     /// Health of a task from repeated checks of it.
     pub fn of(rounds: &[Check]) -> Self {
-        let scores = |part: fn(&Check) -> &Verdict| -> Vec<bool> {
-            rounds.iter().map(|check| part(check).reward > 0.5).collect()
+        let scores = |part: fn(&Check) -> &Verdict| -> Vec<f64> {
+            rounds.iter().map(|check| part(check).reward).collect()
         };
         let parts = [
             ("the gold patch", scores(|check| &check.gold)),
             ("doing nothing", scores(|check| &check.noop)),
         ];
-        let differs = |scores: &[bool]| scores.windows(2).any(|pair| pair.first() != pair.last());
+        let differs = |scores: &[f64]| scores.windows(2).any(|pair| pair.first() != pair.last());
         let flaky: Vec<String> = parts
             .iter()
             .filter(|(_, scores)| differs(scores))
             .map(|(patch, scores)| {
-                let solved = scores.iter().filter(|&&solved| solved).count();
-                format!("{patch} scores 1 in {solved} of {} checks", scores.len())
+                let scores: Vec<String> = scores.iter().map(f64::to_string).collect();
+                format!("{patch} scores {} in {} checks", scores.join(", "), scores.len())
             })
             .collect();
         if !flaky.is_empty() {
@@ -152,6 +154,30 @@ mod tests {
         assert_eq!(Health::of(&[sound.clone(), sound.clone()]), Health::Sound);
         assert!(matches!(Health::of(&[bad.clone(), bad.clone()]), Health::Unsound(_)));
         let Health::Flaky(what) = Health::of(&[sound, bad]) else { unreachable!() };
-        assert_eq!(what, ["the gold patch scores 1 in 1 of 2 checks"]);
+        assert_eq!(what, ["the gold patch scores 1, 0 in 2 checks"]);
+    }
+
+    #[test]
+    fn partial_rewards_are_named_and_never_sound_once_and_flaky_otherwise() {
+        let with = |gold: f64, noop: f64| {
+            let mut check = Check {
+                gold: crate::grade("", &task().expected),
+                noop: crate::grade("", &task().expected),
+            };
+            (check.gold.reward, check.noop.reward) = (gold, noop);
+            check
+        };
+        let of = |rounds: &[Check]| match Health::of(rounds) {
+            Health::Sound => Vec::new(),
+            Health::Unsound(problems) | Health::Flaky(problems) => problems,
+        };
+        let problems = of(&[with(0.9, 0.2), with(0.9, 0.2)]);
+        assert!(problems[0].starts_with("the gold patch scores 0.9; tests that differ: "));
+        assert_eq!(problems[1], "doing nothing scores 0.2");
+        assert_eq!(of(&[with(1.0, 0.0), with(1.0, 0.0)]), Vec::<String>::new());
+        let problems = of(&[with(1.0, 0.0), with(0.9, 0.0)]);
+        assert_eq!(problems, ["the gold patch scores 1, 0.9 in 2 checks"]);
+        let problems = of(&[with(1.0, 0.0), with(1.0, 0.2)]);
+        assert_eq!(problems, ["doing nothing scores 0, 0.2 in 2 checks"]);
     }
 }

@@ -104,6 +104,56 @@ fn rows_of_each_data_set_become_tasks_with_its_image_and_parser() {
 }
 
 #[test]
+fn the_image_that_a_row_names_is_used_or_the_row_is_refused() {
+    let own = "registry.example/team/fixed:1";
+    let with = |mut row: Value, columns: Value| {
+        row.as_object_mut().unwrap().extend(columns.as_object().unwrap().clone());
+        row
+    };
+    let published = gym("getmoto__moto-1");
+    let bug = || smith("Suor__funcy.207a7810.func_pm__x1");
+    let image_of = |row: Value| {
+        let (good, bad) = loaded(&[row]);
+        good.first().map(Row::image).ok_or_else(|| bad[0].reason.clone())
+    };
+    for column in ["image", "docker_image", "image_name"] {
+        for row in [published.clone(), bug()] {
+            assert_eq!(image_of(with(row, json!({column: own}))).unwrap(), own, "{column}");
+        }
+        let empty = with(published.clone(), json!({column: ""}));
+        assert_eq!(image_of(empty).unwrap(), image_of(published.clone()).unwrap(), "{column}");
+    }
+    let null = json!({"image": null, "docker_image": " ", "image_name": own});
+    assert_eq!(image_of(with(published.clone(), null)).unwrap(), own);
+    // The same image under its short and its full name.
+    let twice = json!({"docker_image": "a/b", "image_name": "docker.io/a/b:latest"});
+    assert_eq!(image_of(with(published.clone(), twice)).unwrap(), "a/b");
+    for name in [
+        "jyangballin/swesmith.x86_64.suor_1776_funcy.207a7810",
+        "swebench/swesmith.x86_64.Suor__funcy.207a7810:latest",
+    ] {
+        let found = image_of(with(bug(), json!({"image_name": name}))).unwrap();
+        assert_eq!(found, "swebench/swesmith.x86_64.suor_1776_funcy.207a7810");
+    }
+    let rebuilt = "registry.example/swesmith.x86_64.suor_1776_funcy.207a7810";
+    assert_eq!(image_of(with(bug(), json!({"image_name": rebuilt}))).unwrap(), rebuilt);
+
+    for (columns, reason) in [
+        (json!({"image_name": own, "docker_image": "registry.example/b:1"}), "column `image_name`"),
+        (json!({"image": "a/b:1", "docker_image": "a/b:2"}), "column `docker_image`"),
+        (json!({"image_name": "Not An Image"}), "column `image_name`"),
+        (json!({"docker-image": own}), "did you mean `docker_image`?"),
+        (json!({"imagename": own}), "did you mean `image_name`?"),
+        (json!({"container_image": own}), "`container_image`, which is not read"),
+        (json!({"image_name": 7}), "image_name"),
+        (json!({"EvalScript": "true"}), "did you mean `eval_script`?"),
+    ] {
+        let found = image_of(with(published.clone(), columns.clone())).unwrap_err();
+        assert!(found.contains(reason), "{columns}: {found}");
+    }
+}
+
+#[test]
 fn the_gold_patch_of_a_bug_undoes_it() {
     let (good, _) = loaded(&[smith("Suor__funcy.207a7810.func_pm__x1")]);
     let task = good[0].to_task().unwrap();

@@ -406,9 +406,59 @@ fn predictions_keep_every_byte_of_a_patch() {
     }
     let list = serde_json::to_string(&want).unwrap();
     assert_eq!(predictions::read(&folder.file("p", list.as_bytes())).unwrap(), want);
-    let text = b"{\"instance_id\": \"a\"}\n{\"instance_id\": \"b\", \"model_patch\": 1}";
-    let bad = predictions::read(&folder.file("p", text)).unwrap_err().to_string();
-    assert!(bad.contains("entry 2") && bad.contains("model_patch"), "{bad}");
+}
+
+#[test]
+fn predictions_with_other_keys_are_refused_with_entry_and_key() {
+    let folder = Folder::new();
+    let good = json!({"instance_id": "a", "model_name_or_path": "m", "model_patch": null});
+    let diff = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a\n+b\n";
+    for (bad, expected) in [
+        (
+            json!({"instance_id": "b", "model": "m", "prediction": diff}),
+            "has no `model_patch`; did you mean its value at `prediction`?",
+        ),
+        (json!({"instance_id": "b", "model_name_or_path": "m", "patch": "-"}), "`model_patch`?"),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model-patch": ""}),
+            "has the key `model-patch`, which is not read; did you mean `model_patch`?",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": null, "Model_Patch": diff}),
+            "has the key `Model_Patch`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "test_result": {"git_patch": diff}}),
+            "`test_result.git_patch`",
+        ),
+        (json!({"instance_id": "b", "model_name_or_path": "m", "cost": 1}), "`cost`"),
+        (json!({"instance_id": "b", "model": "m", "model_patch": diff}), "`model_name_or_path`?"),
+        (json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": 1}), "model_patch"),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": [diff]}),
+            "model_patch",
+        ),
+        (json!({"instance_id": 7, "model_name_or_path": "m", "model_patch": diff}), "instance_id"),
+        (
+            json!({"instance": "b", "model_name_or_path": "m", "model_patch": diff}),
+            "no `instance_id`",
+        ),
+    ] {
+        for text in [format!("{good}\n{bad}"), json!([good, bad]).to_string()] {
+            let error = predictions::read(&folder.file("p", text.as_bytes())).unwrap_err();
+            let error = error.to_string();
+            assert!(error.contains("entry 2") && error.contains(expected), "{bad}: {error}");
+        }
+    }
+    let more = json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff,
+        "patch": "gold", "full_output": "text", "cost": 0.5, "prediction": "another"});
+    let read = predictions::read(&folder.file("p", more.to_string().as_bytes())).unwrap();
+    assert_eq!(read[0].model_patch.as_deref(), Some(diff));
+
+    let keyed =
+        json!({"a": good, "b": {"instance_id": "a", "model_name_or_path": "m", "model_patch": ""}});
+    let error = predictions::read(&folder.file("p", keyed.to_string().as_bytes())).unwrap_err();
+    assert!(error.to_string().contains("has the `instance_id` a under the id `b`"), "{error}");
 }
 
 proptest! {

@@ -189,11 +189,6 @@ impl ModelName {
         model_file_name(&self.0)
     }
 
-    /// The name as a file or folder in logs of earlier versions, which some names share.
-    pub fn shared_file_name(&self) -> String {
-        self.0.replace('/', "__")
-    }
-
     /// A name made of `text`, which is that of a setting or of a folder of the user's own: what a name
     /// cannot contain becomes `_`.
     #[must_use]

@@ -72,7 +72,7 @@ impl Results<'_> {
                 Some(config) => config.runs.push(run.clone()),
                 None => configs.push(ConfigRuns {
                     name: cell.name.clone(),
-                    plan: existing::plan(&cell.raw)?,
+                    plan: existing::plan(&cell.raw, &cell.folder)?,
                     runs: vec![run.clone()],
                 }),
             }

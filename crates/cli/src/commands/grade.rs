@@ -1,6 +1,7 @@
 //! `orchestrate grade`: grades a recorded test log, or predictions in sandboxes.
 
 mod patches;
+mod run_report;
 
 use crate::args::GradeArgs;
 use crate::config;
@@ -179,7 +180,8 @@ fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<(
 fn has_patch(row: &SweRow, args: &GradeArgs) -> anyhow::Result<bool> {
     let Some(path) = &args.predictions else { return Ok(true) };
     let predictions = predictions::read(path)?;
-    let of_instance = predictions.iter().find(|p| p.instance_id == row.instance_id);
+    // Of several, the last one counts, as where patches are graded.
+    let of_instance = predictions.iter().rfind(|p| p.instance_id == row.instance_id);
     let prediction = of_instance.ok_or_else(|| UsageError::NoPrediction {
         predictions: path.clone(),
         tasks: args.tasks.clone(),

@@ -14,11 +14,14 @@ use orchestrate_store::{
     AmendmentRow, EpisodeRecord, JOURNAL_FILE, NewestRow, Reader, StoreError, StoredBranch,
     StoredEpisode,
 };
-use orchestrate_tasks::printable;
+use orchestrate_tasks::{Finding, Verdict, printable};
 use orchestrate_types::{EpisodeId, Outcome, Trajectory, utc};
 use serde::Serialize;
 use serde_json::Value;
 use std::process::ExitCode;
+
+/// Number of characters of a reason that are printed.
+const REASON_CHARS: usize = 400;
 
 /// Runs the command.
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
@@ -282,8 +285,17 @@ fn episode(stored: &StoredEpisode, prompt: Option<String>, json: bool) -> anyhow
             let names: Vec<&str> = verdict.suspicious.iter().map(|f| f.name()).collect();
             output::data(format!("── noticed: {}", names.join(", ")));
         }
+        if let Some(reason) = no_reward(verdict) {
+            output::data(format!("── no reward: {}", printable(reason, REASON_CHARS)));
+        }
     }
     Ok(())
+}
+
+/// Why the tests gave no reward, so that it is 0.
+fn no_reward(verdict: &Verdict) -> Option<&str> {
+    let is_missing = verdict.suspicious.contains(&Finding::NoReward);
+    verdict.differing.first().filter(|_| is_missing).map(String::as_str)
 }
 
 /// A turn as text: what the policy wrote, the calls in it (in the same form for every scaffold), and the

@@ -50,6 +50,9 @@ pub enum GradeError {
         /// Size of the folder.
         room: ByteSize,
     },
+    /// The task's own tests gave no reward that can be used, for which the change is not the reason.
+    #[error("{0}")]
+    NoReward(String),
     /// The sandbox failed.
     #[error(transparent)]
     Sandbox(#[from] SandboxError),

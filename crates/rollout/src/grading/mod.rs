@@ -10,13 +10,15 @@ mod graded;
 mod image;
 mod installation;
 mod logs;
+mod record;
 mod rules;
 mod set_up;
 mod swe_reported;
 mod tests_run;
 
 pub use graded::{GradeError, GradedChange};
-pub use logs::{GradeLogs, write_log_folder};
+pub use logs::{GradeLogs, log_files, replace_file, write_log_folder};
+pub use record::{GradingInputs, KnownVerdict, known_verdict, record_verdict, remove_verdict};
 pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 
 use crate::collection::CollectedChange;

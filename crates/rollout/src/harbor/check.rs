@@ -1,13 +1,13 @@
 //! Checks a task: grades its solution, and grades doing nothing.
 
 use super::container::{Prepared, entries, prepare, prepare_step, shell};
-use super::verifier::{GradedStep, grade_in_agents, grade_separately};
+use super::verifier::{GradedStep, NoReward, grade_in_agents, grade_separately};
 use crate::grading::{GradeError, GradedChange};
 use crate::sandboxes::close;
 use orchestrate_sandbox::{
     FileEntry, Purpose, Sandbox, SandboxError, SandboxProvider, SandboxSpec,
 };
-use orchestrate_tasks::harbor::{HarborRow, HarborStep, RewardStrategy, seconds};
+use orchestrate_tasks::harbor::{HarborRow, HarborStep, RewardProblem, RewardStrategy, seconds};
 use orchestrate_tasks::{Origin, Task};
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::Duration;
@@ -29,6 +29,7 @@ pub enum HarborActor {
 ///
 /// # Errors
 /// [`GradeError::NotApplied`] if the task is of another family, or has no solution to run;
+/// [`GradeError::NoReward`] if its tests give no reward, and the actor is not the reason;
 /// [`GradeError::Sandbox`] if a sandbox fails.
 pub async fn check_harbor(
     provider: &dyn SandboxProvider,
@@ -57,7 +58,7 @@ pub async fn check_harbor(
         log: steps.iter().flat_map(|step| step.log.iter().copied()).collect(),
         elapsed: steps.iter().map(|step| step.elapsed).sum::<Duration>(),
     };
-    Ok(all.graded())
+    all.graded()
 }
 
 async fn run_steps(
@@ -135,10 +136,17 @@ fn continues(step: &HarborStep, graded: &GradedStep) -> bool {
 }
 
 /// The task's rewards, computed from those of its steps.
-fn joined(row: &HarborRow, steps: &[GradedStep]) -> Result<BTreeMap<String, f64>, String> {
+fn joined(row: &HarborRow, steps: &[GradedStep]) -> Result<BTreeMap<String, f64>, NoReward> {
+    // A mean would hide it.
+    let out_of_range = steps.iter().filter_map(|step| step.rewards.as_ref().err());
+    let mut out_of_range = out_of_range
+        .filter(|problem| matches!(problem, NoReward::Unusable(RewardProblem::OutOfRange(_))));
+    if let Some(problem) = out_of_range.next() {
+        return Err(problem.clone());
+    }
     let last = || match steps.last() {
         Some(step) => step.rewards.clone(),
-        None => Err("no step was run".to_owned()),
+        None => Err(NoReward::NotRun("no step was run".to_owned())),
     };
     match row.strategy {
         None | Some(RewardStrategy::Final) => last(),

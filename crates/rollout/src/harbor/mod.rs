@@ -11,4 +11,4 @@ mod verifier;
 
 pub use check::{HarborActor, check_harbor};
 pub(crate) use container::{Prepared, prepare};
-pub(crate) use verifier::{grade_in_agents, grade_separately};
+pub(crate) use verifier::{GradedStep, grade_in_agents, grade_separately};

@@ -2,7 +2,7 @@
 
 use super::artifacts::{self, Collected};
 use super::container::{HELPER_TIMEOUT, Prepared, entries, shell, write};
-use crate::grading::GradedChange;
+use crate::grading::{GradeError, GradedChange};
 use crate::sandboxes::{close, refused};
 use orchestrate_sandbox::{
     Command, Exit, FileEntry, Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
@@ -25,11 +25,48 @@ const MAX_REWARD: ByteSize = ByteSize::mib(1);
 const CLEAR: &str = "rm -rf /logs/verifier && mkdir -p /logs/verifier && chmod 777 /logs/verifier \
      && { [ \"$0\" != all ] || rm -rf /tests; }";
 
+/// Why a step has no rewards.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
+pub(crate) enum NoReward {
+    /// Its tests did not run.
+    #[error("{0}")]
+    NotRun(String),
+    /// Its tests ran out of time, after this number of seconds.
+    #[error("the tests ran for more than {0} seconds")]
+    TimedOut(f64),
+    /// Its tests left no usable reward.
+    #[error(transparent)]
+    Unusable(#[from] RewardProblem),
+}
+
+impl NoReward {
+    /// Whether this is a failure of the task's environment, so that nothing is known about the
+    /// agent's work.
+    ///
+    /// No agent makes the task's own tests write a number out of range that could not make them write
+    /// any other. In a container that the agent never used, it cannot keep them from writing one
+    /// either. In its own container it can, and it can make tests run for ever anywhere: that is its
+    /// result, because another attempt would reward it.
+    pub(crate) fn is_environments(&self, is_separate: bool) -> bool {
+        match self {
+            Self::Unusable(RewardProblem::OutOfRange(_)) => true,
+            Self::Unusable(
+                RewardProblem::Missing
+                | RewardProblem::Empty(_)
+                | RewardProblem::Link(_)
+                | RewardProblem::Invalid(_)
+                | RewardProblem::Ambiguous,
+            ) => is_separate,
+            Self::NotRun(_) | Self::TimedOut(_) => false,
+        }
+    }
+}
+
 /// A step whose tests ran.
 #[derive(Debug, Clone)]
 pub(crate) struct GradedStep {
     /// The rewards by name, or why there are none.
-    pub(crate) rewards: Result<BTreeMap<String, f64>, String>,
+    pub(crate) rewards: Result<BTreeMap<String, f64>, NoReward>,
     /// Whether the tests ran in a container that the agent never used.
     pub(crate) is_separate: bool,
     /// Output of the tests.
@@ -41,44 +78,60 @@ pub(crate) struct GradedStep {
 impl GradedStep {
     /// A step without tests, because of `problem`.
     pub(super) fn failed(problem: String) -> Self {
-        Self { rewards: Err(problem), is_separate: false, log: Vec::new(), elapsed: Duration::ZERO }
+        let rewards = Err(NoReward::NotRun(problem));
+        Self { rewards, is_separate: false, log: Vec::new(), elapsed: Duration::ZERO }
     }
 
-    /// The result of an episode with this step alone. Without a reward its reward is 0.
-    pub(crate) fn graded(self) -> GradedChange {
-        GradedChange {
-            verdict: verdict_of(&self.rewards, self.is_separate),
+    /// The reward of an episode with this step alone.
+    fn reward(&self) -> Result<f64, NoReward> {
+        Ok(reward(self.rewards.as_ref().map_err(Clone::clone)?)?)
+    }
+
+    /// The result of an episode with this step alone. Where the agent may be the reason that there is
+    /// no reward, its reward is 0.
+    ///
+    /// # Errors
+    /// [`GradeError::NoReward`] if the environment is the reason.
+    pub(crate) fn graded(self) -> Result<GradedChange, GradeError> {
+        let scalar = self.reward();
+        if let Err(problem) = &scalar
+            && problem.is_environments(self.is_separate)
+        {
+            return Err(GradeError::NoReward(problem.to_string()));
+        }
+        let rewards = self.rewards.unwrap_or_default();
+        Ok(GradedChange {
+            verdict: verdict_of(&rewards, &scalar, self.is_separate),
             patch: String::new(),
             log: self.log,
             apply_log: String::new(),
             eval_script: None,
-            problem: self.rewards.err(),
+            problem: scalar.err().map(|problem| problem.to_string()),
             test_time: self.elapsed,
-        }
+        })
     }
 }
 
 /// The verdict for these rewards. Each named reward is one test status: passed if it is at least 1.
-fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool) -> Verdict {
-    let scalar = rewards
-        .as_ref()
-        .map_err(Clone::clone)
-        .and_then(|rewards| reward(rewards).map_err(|problem: RewardProblem| problem.to_string()));
+fn verdict_of(
+    rewards: &BTreeMap<String, f64>,
+    scalar: &Result<f64, NoReward>,
+    is_separate: bool,
+) -> Verdict {
     let statuses: BTreeMap<String, TestStatus> = rewards
         .iter()
-        .flatten()
         .map(|(name, reward)| {
             let status = if *reward >= 1.0 { TestStatus::Passed } else { TestStatus::Failed };
             (name.clone(), status)
         })
         .collect();
-    let differing = if let Err(problem) = &scalar {
-        vec![problem.clone()]
+    let differing = if let Err(problem) = scalar {
+        vec![problem.to_string()]
     } else {
         let failed = statuses.iter().filter(|(_, status)| **status != TestStatus::Passed);
         failed.map(|(name, _)| name.clone()).collect()
     };
-    let reward = scalar.unwrap_or(0.0);
+    let reward = scalar.as_ref().copied().unwrap_or(0.0);
     let verdict = Verdict {
         reward,
         official_reward: reward,
@@ -88,7 +141,9 @@ fn verdict_of(rewards: &Result<BTreeMap<String, f64>, String>, is_separate: bool
         suspicious: Vec::new(),
     };
     // In the agent's container, the agent may have replaced the programs that the tests use.
-    verdict.with_findings((!is_separate).then_some(Finding::Unprotected))
+    let unprotected = (!is_separate).then_some(Finding::Unprotected);
+    verdict
+        .with_findings(unprotected.into_iter().chain(scalar.is_err().then_some(Finding::NoReward)))
 }
 
 /// Grades a step in the agent's container. Every process of the agent is dead by then, but changes
@@ -213,9 +268,9 @@ async fn run_tests(
     let command = Command { keep_bytes: LOG_BYTES, ..command };
     let result = sandbox.exec(&command).await?;
     let rewards = if result.exit == Exit::TimedOut {
-        Err(format!("the tests ran for more than {} seconds", verifier.timeout_s))
+        Err(NoReward::TimedOut(verifier.timeout_s))
     } else {
-        read_rewards(sandbox).await?.map_err(|problem| problem.to_string())
+        read_rewards(sandbox).await?.map_err(NoReward::from)
     };
     let log = result.text().into_bytes();
     Ok(GradedStep { rewards, is_separate: false, log, elapsed: result.elapsed })
@@ -242,4 +297,61 @@ async fn read_rewards(
         None => rewards(None, content(text)?),
     };
     Ok(read())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn step(rewards: Result<&[(&str, f64)], NoReward>, is_separate: bool) -> GradedStep {
+        let rewards = rewards.map(|rewards| {
+            rewards.iter().map(|(name, value)| ((*name).to_owned(), *value)).collect()
+        });
+        GradedStep { rewards, is_separate, log: b"log".to_vec(), elapsed: Duration::from_secs(1) }
+    }
+
+    #[test]
+    fn a_missing_reward_is_the_agents_result_only_where_the_agent_could_cause_it() {
+        let timed_out = NoReward::TimedOut(5.0);
+        let not_run = NoReward::NotRun("setup.sh failed".to_owned());
+        for (problem, shared, separate) in [
+            (RewardProblem::OutOfRange(37.0).into(), true, true),
+            (RewardProblem::Missing.into(), false, true),
+            (RewardProblem::Empty("reward.txt").into(), false, true),
+            (RewardProblem::Link("reward.json").into(), false, true),
+            (RewardProblem::Invalid("reward.txt").into(), false, true),
+            (RewardProblem::Ambiguous.into(), false, true),
+            (timed_out, false, false),
+            (not_run, false, false),
+        ] {
+            for (is_separate, broken) in [(false, shared), (true, separate)] {
+                match step(Err(NoReward::clone(&problem)), is_separate).graded() {
+                    Err(GradeError::NoReward(reason)) => {
+                        assert!(broken, "{problem}");
+                        assert_eq!(reason, problem.to_string());
+                    }
+                    Ok(graded) => {
+                        assert!(!broken, "{problem}");
+                        assert!(graded.verdict.reward.abs() < f64::EPSILON);
+                        assert_eq!(graded.verdict.differing, [problem.to_string()]);
+                        assert!(graded.verdict.suspicious.contains(&Finding::NoReward));
+                        assert_eq!(graded.problem, Some(problem.to_string()));
+                    }
+                    Err(error) => panic!("{error}"),
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn several_rewards_without_a_name_that_counts_are_no_reward() {
+        let several = [("a", 1.0), ("b", 40.0)];
+        let graded = step(Ok(&several), false).graded().unwrap();
+        assert!(graded.verdict.reward.abs() < f64::EPSILON);
+        assert!(graded.problem.unwrap().contains("none is named `reward`"));
+        assert!(step(Ok(&several), true).graded().is_err());
+        let graded = step(Ok(&[("a", 0.0), ("reward", 0.5)]), true).graded().unwrap();
+        assert!((graded.verdict.reward - 0.5).abs() < f64::EPSILON && graded.problem.is_none());
+        assert_eq!(graded.verdict.suspicious, []);
+    }
 }

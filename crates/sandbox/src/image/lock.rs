@@ -6,7 +6,7 @@ use std::collections::HashMap;
 use std::sync::{Mutex, PoisonError};
 
 /// Identifies an image independently of its names.
-#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize)]
+#[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 pub struct ImageIdentity {
     /// The daemon's id of the image, `sha256:…`.
     pub id: String,
@@ -57,7 +57,7 @@ pub trait ImageLock: Send + Sync + std::fmt::Debug {
 
 /// An image lock that lives as long as its provider.
 #[derive(Debug, Default)]
-pub(crate) struct InMemoryImageLock(Mutex<HashMap<String, ImageIdentity>>);
+pub struct InMemoryImageLock(Mutex<HashMap<String, ImageIdentity>>);
 
 #[async_trait::async_trait]
 impl ImageLock for InMemoryImageLock {

@@ -38,6 +38,5 @@ pub use images::PulledImage;
 pub(crate) use images::{Additions, Images};
 pub use inventory::{ImagesOnHost, images_on_hosts};
 pub use layer::ImageLayer;
-pub(crate) use lock::InMemoryImageLock;
-pub use lock::{ImageIdentity, ImageLock};
+pub use lock::{ImageIdentity, ImageLock, InMemoryImageLock};
 pub(crate) use supervisor::install as install_supervisor;

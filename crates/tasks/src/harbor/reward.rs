@@ -9,9 +9,9 @@ pub const VERIFIER_FOLDER: &str = "/logs/verifier";
 /// The files that can hold a reward. The first one that exists counts.
 pub const REWARD_FILES: [&str; 2] = ["reward.json", "reward.txt"];
 
-/// Why a verifier gave no reward. Harbor ends such a trial with an exception and without a reward,
-/// which its metrics count as 0.
-#[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
+/// Why a verifier gave no reward that can be used. Harbor ends such a trial with an exception and
+/// without a reward, which its metrics count as 0; only a reward out of range it takes as it is.
+#[derive(Debug, Clone, PartialEq, thiserror::Error)]
 pub enum RewardProblem {
     /// The verifier wrote neither file.
     #[error("the verifier wrote neither /logs/verifier/reward.txt nor reward.json")]
@@ -28,14 +28,30 @@ pub enum RewardProblem {
     /// The file contains several rewards, and none is named `reward`.
     #[error("/logs/verifier/reward.json contains several rewards, and none is named `reward`")]
     Ambiguous,
+    /// The reward is a number that no episode may have.
+    #[error("the verifier's reward is {0}, which is not from 0 to 1")]
+    OutOfRange(f64),
 }
 
 /// The rewards by name: those of `reward.json`, else `reward` with the number in `reward.txt`.
 ///
 /// # Errors
-/// If neither file exists, or the file that counts does not contain finite numbers. There is no
-/// fallback to the other file.
+/// If neither file exists, the file that counts does not contain finite numbers, or the reward of the
+/// episode is not from 0 to 1. There is no fallback to the other file. Other numbers next to the
+/// reward may have any size.
 pub fn rewards(
+    json: Option<&[u8]>,
+    text: Option<&[u8]>,
+) -> Result<BTreeMap<String, f64>, RewardProblem> {
+    let rewards = of_files(json, text)?;
+    match reward(&rewards) {
+        Ok(reward) if !(0.0..=1.0).contains(&reward) => Err(RewardProblem::OutOfRange(reward)),
+        // Without a reward that counts, the numbers may still be those that a step requires.
+        Ok(_) | Err(_) => Ok(rewards),
+    }
+}
+
+fn of_files(
     json: Option<&[u8]>,
     text: Option<&[u8]>,
 ) -> Result<BTreeMap<String, f64>, RewardProblem> {
@@ -91,7 +107,16 @@ mod tests {
         for (json, text, expected) in [
             (None, Some("1\n"), Ok(1.0)),
             (None, Some(" 0.5 "), Ok(0.5)),
-            (None, Some("1_0"), Ok(10.0)),
+            (None, Some("1_0"), Err(RewardProblem::OutOfRange(10.0))),
+            (None, Some("0_1"), Ok(1.0)),
+            (None, Some("37"), Err(RewardProblem::OutOfRange(37.0))),
+            (None, Some("-1"), Err(RewardProblem::OutOfRange(-1.0))),
+            (None, Some("1e9"), Err(RewardProblem::OutOfRange(1e9))),
+            (None, Some("1.0000001"), Err(RewardProblem::OutOfRange(1.000_000_1))),
+            (None, Some("-1e-300"), Err(RewardProblem::OutOfRange(-1e-300))),
+            (None, Some("-0.0"), Ok(0.0)),
+            (None, Some("1 # perfect"), invalid("reward.txt")),
+            (None, Some("0.5\n0.7\n"), invalid("reward.txt")),
             (None, Some("_1"), invalid("reward.txt")),
             (None, Some("inf"), invalid("reward.txt")),
             (None, Some("nan"), invalid("reward.txt")),
@@ -100,6 +125,10 @@ mod tests {
             (None, None, Err(RewardProblem::Missing)),
             (Some("{\"reward\": 0.25, \"style\": 1}"), Some("1"), Ok(0.25)),
             (Some("{\"accuracy\": 1}"), None, Ok(1.0)),
+            (Some("{\"accuracy\": 85}"), None, Err(RewardProblem::OutOfRange(85.0))),
+            (Some("{\"reward\": 2, \"style\": 1}"), Some("1"), Err(RewardProblem::OutOfRange(2.0))),
+            (Some("{\"reward\": 0.5, \"seconds\": 37, \"delta\": -4}"), None, Ok(0.5)),
+            (Some("{\"seconds\": 37, \"delta\": -4}"), None, Err(RewardProblem::Ambiguous)),
             (Some("{\"a\": 1, \"b\": 0}"), None, Err(RewardProblem::Ambiguous)),
             (Some("{}"), None, Err(RewardProblem::Ambiguous)),
             (Some("{\"reward\": true}"), None, Ok(1.0)),

@@ -2,15 +2,13 @@
 //!
 //! `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` apply as they do to Hugging Face's own libraries.
 
+use super::hub_files::{Ambiguous, only_split, same_part, with_rows};
 use camino::Utf8PathBuf;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Repo, RepoType};
-use std::collections::BTreeMap;
 
 /// Prefix of a data set's address, as in Hugging Face's own libraries.
 const SCHEME: &str = "hf://datasets/";
-/// Extensions of files that contain rows.
-const EXTENSIONS: [&str; 5] = [".parquet", ".jsonl", ".json", ".jsonl.gz", ".json.gz"];
 /// Number of times that a failed request is repeated.
 const RETRIES: usize = 3;
 
@@ -46,17 +44,34 @@ pub enum HubError {
         /// The files of rows that it has, separated by commas.
         found: String,
     },
-    /// The data set has several splits, and the address names none of them.
+    /// The data set has several splits or configurations, and the address does not choose one.
     #[error(
-        "data set {id} has several splits ({splits}); choose one, for example \
+        "data set {id} has several {what} ({names}); choose one, for example \
          {SCHEME}{id}/{example} (* matches any text)"
     )]
-    Splits {
+    Ambiguous {
         /// The data set.
         id: String,
-        /// Names of the splits, separated by commas.
-        splits: String,
-        /// A path that matches the files of one split.
+        /// What there are several of.
+        what: &'static str,
+        /// Their names, separated by commas.
+        names: String,
+        /// A path that matches the files of one of them.
+        example: String,
+    },
+    /// The path matches files of several splits.
+    #[error(
+        "`{path}` matches several splits of data set {id} ({names}), which are not mixed; choose \
+         one, for example {SCHEME}{id}/{example}"
+    )]
+    Mixed {
+        /// The data set.
+        id: String,
+        /// The path that was requested.
+        path: String,
+        /// Their names, separated by commas.
+        names: String,
+        /// A path that matches the files of one of them.
         example: String,
     },
     /// A file cannot be downloaded.
@@ -152,32 +167,33 @@ impl HubSource {
 
     /// Selects from `files` those that match the path or, without one, those of the only split.
     fn select_files(&self, files: &[String]) -> Result<Vec<String>, HubError> {
-        let has_rows =
-            |file: &&String| EXTENSIONS.iter().any(|extension| file.ends_with(extension));
-        let mut rows: Vec<String> = files.iter().filter(has_rows).cloned().collect();
-        rows.sort();
-        let no_match = |wanted: &str, rows: &[String]| HubError::NoFile {
+        let rows = with_rows(files);
+        let no_match = |wanted: &str| HubError::NoFile {
             id: self.id.clone(),
             wanted: wanted.to_owned(),
             found: if rows.is_empty() { "none".to_owned() } else { rows.join(", ") },
         };
-        if let Some(path) = &self.path {
-            let found: Vec<_> = rows.iter().filter(|file| matches(path, file)).cloned().collect();
-            return if found.is_empty() { Err(no_match(path, &rows)) } else { Ok(found) };
+        let owned = |files: Vec<&str>| files.into_iter().map(str::to_owned).collect();
+        let Some(path) = &self.path else {
+            if rows.is_empty() {
+                return Err(no_match("*.parquet or *.jsonl"));
+            }
+            let id = self.id.clone();
+            return only_split(&rows).map(owned).map_err(|Ambiguous { what, names, example }| {
+                HubError::Ambiguous { id, what, names: names.join(", "), example }
+            });
+        };
+        let found: Vec<&str> = rows.iter().copied().filter(|file| matches(path, file)).collect();
+        if found.is_empty() {
+            return Err(no_match(path));
         }
-        let mut splits: BTreeMap<&str, Vec<String>> = BTreeMap::new();
-        for file in &rows {
-            splits.entry(split_name(file)).or_default().push(file.clone());
-        }
-        match splits.first_key_value() {
-            None => Err(no_match("*.parquet or *.jsonl", &rows)),
-            Some((_, files)) if splits.len() == 1 => Ok(files.clone()),
-            Some((_, files)) => Err(HubError::Splits {
-                id: self.id.clone(),
-                splits: splits.keys().copied().collect::<Vec<_>>().join(", "),
-                example: files.first().map(|file| split_pattern(file)).unwrap_or_default(),
-            }),
-        }
+        let (id, path) = (self.id.clone(), path.clone());
+        same_part(&found).map(owned).map_err(|Ambiguous { names, example, .. }| HubError::Mixed {
+            id,
+            path,
+            names: names.join(", "),
+            example,
+        })
     }
 }
 
@@ -187,27 +203,6 @@ fn api() -> Result<Api, HubError> {
         builder = builder.with_token(Some(token).filter(|token| !token.trim().is_empty()));
     }
     builder.build().map_err(HubError::Client)
-}
-
-/// The split that a file belongs to, such as `train` for `data/train-00000-of-00003.parquet`.
-fn split_name(file: &str) -> &str {
-    let name = file.rsplit('/').next().unwrap_or(file);
-    let stem = name.split('.').next().unwrap_or(name);
-    match stem.find("-0") {
-        Some(end) => stem.get(..end).unwrap_or(stem),
-        None => stem,
-    }
-}
-
-/// A path that matches all files of `file`'s split.
-fn split_pattern(file: &str) -> String {
-    match (file.find("-0"), file.rfind('.')) {
-        (Some(begin), Some(end)) if begin < end => {
-            let part = |text: Option<&str>| text.unwrap_or_default().to_owned();
-            format!("{}-*{}", part(file.get(..begin)), part(file.get(end..)))
-        }
-        _ => file.to_owned(),
-    }
 }
 
 fn is_commit(revision: &str) -> bool {

@@ -1,9 +1,11 @@
 //! What version 5 of the harness searches for in a log besides test results.
 
+use super::Harness;
 use super::parsers::pattern;
 use super::reading::InfraFailure;
-use crate::text::strip;
+use crate::text::{Ends, Lines, strip};
 use regex::{Regex, RegexSet};
+use std::io::{self, BufRead};
 use std::sync::LazyLock;
 
 /// Summaries of test runners that ran at least one test.
@@ -101,6 +103,21 @@ impl Evidence {
     }
 }
 
+/// The problem of the environment that a log shows, as version 5 searches it for the report on a run:
+/// in the log of every instance that is not resolved, whether or not its tests ran. Advisory: a
+/// resolved instance may show one, too.
+///
+/// # Errors
+/// If reading fails.
+pub fn infra_failure(log: impl BufRead) -> io::Result<Option<InfraFailure>> {
+    let mut evidence = Evidence::default();
+    let mut lines = Lines::new(log, Ends::Universal, Harness::V5_0_2.decoding());
+    while let Some(line) = lines.next()? {
+        evidence.line(&line);
+    }
+    Ok(evidence.infra_failure())
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -145,6 +162,8 @@ mod tests {
         let found = evidence(log).infra_failure().unwrap();
         assert_eq!((found.reason, found.certain), ("out_of_memory", true));
         assert_eq!(evidence("was Killed").infra_failure(), None);
+        let streamed = super::infra_failure(log.as_bytes()).unwrap();
+        assert_eq!(streamed, Some(found));
         let log = "Timeout error: 1800 seconds exceeded.";
         assert_eq!(evidence(log).infra_failure().map(|i| i.reason), Some("tests_timed_out"));
     }

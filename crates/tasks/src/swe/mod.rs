@@ -23,6 +23,7 @@ mod status;
 mod task;
 mod verdict;
 
+pub use evidence::infra_failure;
 pub use family::SweFamily;
 pub use parsers::LogParser;
 pub use reading::{DidNotRun, InfraFailure, Reading};

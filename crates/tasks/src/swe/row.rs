@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 
 /// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness,
 /// or of another data set with such columns ([`SweFamily`]). Columns that are not listed here are
-/// ignored.
+/// ignored, unless they look like one that is ([`SweRow::COLUMNS`]).
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct SweRow {
     /// Id of the instance, `OWNER__NAME-NUMBER`.
@@ -47,6 +47,9 @@ pub struct SweRow {
     /// Container image, in R2E-Gym's copies of these rows and in SWE-rebench.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub docker_image: Option<String>,
+    /// Container image, in rows made for mini-swe-agent, and in SWE-rebench and SWE-smith.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub image_name: Option<String>,
     /// Evaluation script, in rows for version 5.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub eval_script: Option<String>,
@@ -76,6 +79,26 @@ pub enum EvalType {
 }
 
 impl SweRow {
+    /// The columns that are read.
+    pub const COLUMNS: [&str; 16] = [
+        "instance_id",
+        "repo",
+        "version",
+        "base_commit",
+        "problem_statement",
+        "patch",
+        "test_patch",
+        "FAIL_TO_PASS",
+        "PASS_TO_PASS",
+        "image",
+        "docker_image",
+        "image_name",
+        "eval_script",
+        "log_parser",
+        "eval_type",
+        "install_config",
+    ];
+
     /// The data set that the row belongs to, recognised by its columns and its repository.
     pub fn family(&self) -> SweFamily {
         if self.install_config.is_some() {
@@ -110,6 +133,12 @@ impl SweRow {
         if self.fail_to_pass.is_empty() {
             return Some("`FAIL_TO_PASS` is empty: doing nothing would solve the task".to_owned());
         }
+        let problem = self.family_problem();
+        problem.or_else(|| self.check_image().err().map(|problem| problem.to_string()))
+    }
+
+    /// The reason why the row cannot be run as its data set runs it.
+    fn family_problem(&self) -> Option<String> {
         match self.family() {
             SweFamily::SweSmith => return self.smith_problem().map(|problem| problem.to_string()),
             SweFamily::SweRebench => {
@@ -139,11 +168,6 @@ impl SweRow {
         column::name("repo", &self.repo)?;
         column::name("version", &self.version)?;
         column::revision("base_commit", &self.base_commit)?;
-        let named = [("image", &self.image), ("docker_image", &self.docker_image)];
-        let of_image = named.into_iter().find(|(_, image)| image.is_some());
-        ImageName::new(self.image()).map_err(|error| {
-            ColumnProblem::new(of_image.map_or("instance_id", |(column, _)| column), error)
-        })?;
         for (column, text) in [
             ("problem_statement", Some(&self.problem_statement)),
             ("patch", Some(&self.patch)),
@@ -156,8 +180,33 @@ impl SweRow {
         column::tests("PASS_TO_PASS", &self.pass_to_pass)
     }
 
-    /// The container image: the one in the row (`image` or `docker_image`), else the one that the
-    /// data set publishes for the instance.
+    /// Checks the image that the row names.
+    fn check_image(&self) -> Result<(), ColumnProblem> {
+        let named = self.named_images();
+        column::same_image(&named)?;
+        let column = named.first().map_or("instance_id", |(column, _)| column);
+        ImageName::new(self.image()).map(drop).map_err(|error| ColumnProblem::new(column, error))
+    }
+
+    /// The images that the row names, by column. One that is empty, as tools write it for a missing
+    /// value, is not named. SWE-smith's own name for its image does not say where it is published.
+    fn named_images(&self) -> Vec<(&'static str, &str)> {
+        let is_smith = self.family() == SweFamily::SweSmith;
+        let image_name = self.image_name.as_deref();
+        let image_name = image_name.filter(|name| !(is_smith && self.is_smith_name(name)));
+        [
+            ("image", self.image.as_deref()),
+            ("docker_image", self.docker_image.as_deref()),
+            ("image_name", image_name),
+        ]
+        .into_iter()
+        .filter_map(|(column, image)| Some((column, image?)))
+        .filter(|(_, image)| !image.trim().is_empty())
+        .collect()
+    }
+
+    /// The container image: the one that the row names (`image`, `docker_image` or `image_name`),
+    /// else the one that the data set publishes for the instance.
     pub fn image(&self) -> String {
         let id = |separator| self.instance_id.to_lowercase().replace("__", separator);
         let published = || match self.family() {
@@ -168,7 +217,7 @@ impl SweRow {
             }
             SweFamily::SweSmith => self.smith_image(),
         };
-        self.image.clone().or_else(|| self.docker_image.clone()).unwrap_or_else(published)
+        self.named_images().first().map_or_else(published, |(_, image)| (*image).to_owned())
     }
 
     /// The unified diff that solves the task. Empty for a row of SWE-smith whose `patch` cannot be
@@ -201,5 +250,27 @@ impl SweRow {
             Harness::V4_1_0 => EvalType::PassAndFail,
             Harness::V5_0_2 => self.eval_type.unwrap_or(EvalType::PassAndFail),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn every_column_is_listed() {
+        let row = SweRow {
+            image: Some(String::new()),
+            docker_image: Some(String::new()),
+            image_name: Some(String::new()),
+            eval_script: Some(String::new()),
+            log_parser: Some(String::new()),
+            eval_type: Some(EvalType::FailOnly),
+            install_config: Some(InstallConfig::default()),
+            ..SweRow::default()
+        };
+        let value = serde_json::to_value(row).unwrap();
+        let written: Vec<&String> = value.as_object().unwrap().keys().collect();
+        assert_eq!(written, SweRow::COLUMNS);
     }
 }

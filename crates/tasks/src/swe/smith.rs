@@ -158,6 +158,17 @@ impl SweRow {
         format!("swebench/swesmith.x86_64.{}", name.replace("__", "_1776_")).to_lowercase()
     }
 
+    /// Whether `name` is SWE-smith's own name for the image, with or without the organisation under
+    /// which it was published at some time. Its harness derives the image from the repository, too.
+    pub(super) fn is_smith_name(&self, name: &str) -> bool {
+        let plain = |name: &str| name.to_lowercase().replace("_1776_", "__");
+        let (organisation, name) = name.rsplit_once('/').unwrap_or(("", name));
+        let name = name.strip_suffix(":latest").unwrap_or(name);
+        let own = self.smith_image();
+        let own = own.rsplit('/').next().unwrap_or_default();
+        ["", "swebench", "jyangballin"].contains(&organisation) && plain(name) == plain(own)
+    }
+
     /// Test files of `FAIL_TO_PASS`, which the agent does not get, and those of all tests, which
     /// are restored before the tests run. Empty for other families than SWE-smith.
     pub fn smith_test_files(&self) -> (Vec<String>, Vec<String>) {

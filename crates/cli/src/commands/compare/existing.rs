@@ -3,7 +3,7 @@
 use crate::config::Sections;
 use crate::error::{InputError, OutputError, UsageError};
 use crate::run_folder::planned;
-use crate::wiring;
+use crate::{task_source, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
@@ -99,7 +99,7 @@ async fn from_folder(folder: &Utf8Path) -> anyhow::Result<ConfigRuns> {
     let reader = Reader::open(folder).await?;
     let raw = planned(folder, &reader, &[]).await?.with_defaults()?;
     let run = read_run(&reader, folder, &raw.check()?.run).await?;
-    Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw)?, runs: vec![run] })
+    Ok(ConfigRuns { name: name_of(folder), plan: plan(&raw, folder)?, runs: vec![run] })
 }
 
 /// Reads the run in `folder`, whose `[run]` section is `settings`, from its journal.
@@ -113,12 +113,18 @@ pub(super) async fn read_run(
     Ok(run.map_err(RunError::from)?)
 }
 
-/// The plan of a configuration: the plan of any of its runs, without the seed.
-pub(super) fn plan(raw: &Sections) -> anyhow::Result<serde_json::Value> {
+/// The plan of a configuration: the plan of any of its runs, without the seed. It includes the digests
+/// of the run's task files, because runs on other tasks are not the same configuration.
+pub(super) fn plan(raw: &Sections, folder: &Utf8Path) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
     (raw.run.name, raw.run.tags) = (None, None);
-    Ok(serde_json::to_value(&raw)?)
+    let mut plan = serde_json::to_value(&raw)?;
+    let files = task_source::recorded_files(folder)?;
+    if let (Some(plan), false) = (plan.as_object_mut(), files.is_empty()) {
+        plan.insert("task_files".to_owned(), serde_json::to_value(files)?);
+    }
+    Ok(plan)
 }
 
 /// The name of the folder; for `seed-N` that of the folder around it.

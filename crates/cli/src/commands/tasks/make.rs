@@ -60,7 +60,7 @@ pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
             UsageError::NoTestFile { path: path.to_owned(), repo: args.repo.clone() }
         );
     }
-    let mut journal = Journal::open(&sibling(&args.out, "partial"), &args, &repository)?;
+    let mut journal = Journal::open(&sibling(&args.out, "partial"), &args, &settings, &repository)?;
     let generator = TaskGenerator::new(repository, args.image.clone(), args.tests.clone());
     let grader = Grader::connect(&settings, settings.reward.rules()).await?;
     let maker = Maker { args: &args, grader: &grader, jobs };

@@ -142,6 +142,9 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
             ) => {
                 return Finding::Known(Health::Unsound(vec![format!("gold: {error}")]));
             }
+            Err(GradeError::NoReward(reason)) => {
+                return Finding::Known(Health::Unsound(vec![reason]));
+            }
             Err(GradeError::Sandbox(error)) => return Finding::Broken(error),
         }
     }

@@ -4,8 +4,12 @@
 //! left incomplete is ignored.
 
 use crate::args::MakeArgs;
+use crate::config::Settings;
 use crate::error::{InputError, OutputError};
+use crate::wiring;
 use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_rollout::RewardSettings;
+use orchestrate_sandbox::SandboxLimits;
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::repair::Repository;
 use serde::{Deserialize, Serialize};
@@ -64,9 +68,10 @@ impl Journal {
     pub(super) fn open(
         path: &Utf8Path,
         args: &MakeArgs,
+        settings: &Settings,
         repository: &Repository,
     ) -> anyhow::Result<Self> {
-        let made_from = digest(args, repository);
+        let made_from = digest(args, settings, repository)?;
         let text = match std::fs::read_to_string(path) {
             Ok(text) => text,
             Err(error) if error.kind() == io::ErrorKind::NotFound => String::new(),
@@ -136,8 +141,12 @@ fn write(file: &mut File, line: &impl Serialize) -> io::Result<()> {
     file.write_all(&text)
 }
 
-/// Digest of everything that determines the outcomes: version, image, seed, tests and repository.
-fn digest(args: &MakeArgs, repository: &Repository) -> String {
+/// Digest of everything that determines the outcomes: version, image, seed, tests, rules, limits and
+/// repository.
+fn digest(args: &MakeArgs, settings: &Settings, repository: &Repository) -> anyhow::Result<String> {
+    let RewardSettings { compat, harness, strict } = settings.reward;
+    let rules = serde_json::to_string(&(compat, harness, strict))?;
+    let SandboxLimits { memory, cpu_millis, pids, tmpfs } = wiring::limits(settings);
     let mut hasher = blake3::Hasher::new();
     let mut put = |part: &str| {
         hasher.update(&(part.len() as u64).to_le_bytes());
@@ -147,9 +156,11 @@ fn digest(args: &MakeArgs, repository: &Repository) -> String {
     put(&args.image);
     put(&args.seed.to_string());
     args.tests.iter().for_each(|path| put(path));
+    put(&rules);
+    put(&format!("{memory}, {cpu_millis}, {pids}, {tmpfs}"));
     for file in &repository.files {
         put(&file.path);
         put(&file.content);
     }
-    hasher.finalize().to_hex().to_string()
+    Ok(hasher.finalize().to_hex().to_string())
 }
