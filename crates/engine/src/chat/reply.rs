@@ -154,7 +154,7 @@ mod tests {
         assert_eq!(read(both.as_bytes(), 2).unwrap().1, message);
     }
 
-    fn ended(message: Value, finish: &str) -> Result<(Finish, AssistantMessage), EngineErrorKind> {
+    fn ended(message: &Value, finish: &str) -> Result<(Finish, AssistantMessage), EngineErrorKind> {
         let body = json!({"choices": [{"index": 0, "message": message, "finish_reason": finish}]});
         read(body.to_string().as_bytes(), 1).map(|(finish, message, _)| (finish, message))
     }
@@ -171,15 +171,15 @@ mod tests {
             (json!({"content": "I will", "tool_calls": [{"function": {"name": null}}]}), "I will"),
         ] {
             for finish in ["MALFORMED_FUNCTION_CALL", "SAFETY", "content_filter", "refusal"] {
-                let (finish, message) = ended(message.clone(), finish).unwrap();
+                let (finish, message) = ended(&message, finish).unwrap();
                 assert_eq!((finish, message.content.as_str()), (Finish::Stop, content));
                 assert!(message.tool_calls.is_empty(), "a call may be cut off");
             }
         }
         let class = "function_call_filter: MALFORMED_FUNCTION_CALL";
-        assert_eq!(ended(json!({"content": "x"}), class).unwrap().0, Finish::Stop);
-        assert_eq!(ended(json!({"content": "x"}), "STOP").unwrap().0, Finish::Stop);
-        assert_eq!(ended(json!({"content": "x"}), "max_tokens").unwrap().0, Finish::Length);
+        assert_eq!(ended(&json!({"content": "x"}), class).unwrap().0, Finish::Stop);
+        assert_eq!(ended(&json!({"content": "x"}), "STOP").unwrap().0, Finish::Stop);
+        assert_eq!(ended(&json!({"content": "x"}), "max_tokens").unwrap().0, Finish::Length);
     }
 
     #[test]
