@@ -155,6 +155,7 @@ class Episode(EpisodeBase):
 
         Raises:
             EpisodeEnded: The policy has no turns, tokens or time left.
+            Refused: The request is invalid. If that is not caught, the attempt is retried.
             LeaseOver: The episode is no longer this worker's.
             Unreachable: The gateway does not answer.
         """

@@ -11,6 +11,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
+from .codes import ATTRIBUTION
+
 #: Maximum seconds that one request waits for an episode.
 WAIT_S = 25.0
 
@@ -44,8 +46,7 @@ class RunOver(OrchestrateError):
 
 
 class EpisodeEnded(OrchestrateError):
-    """The policy has no turns, tokens or time left, or the request cannot be honoured. Grade the
-    work so far."""
+    """The policy has no turns, tokens or time left. Grade the work so far."""
 
 
 class AgentFailure(Exception):
@@ -172,14 +173,21 @@ def check(status: int, text: str) -> Any:
         body = None
     if status < 300:
         return body
-    error = body.get("error") if isinstance(body, dict) else None
-    error = error if isinstance(error, dict) else {}
-    code, message = str(error.get("code", "unknown")), str(error.get("message", text[:300]))
+    code, message = error_of(text)
     if code == "run_over":
         raise RunOver(message)
-    if code in ("lease_over", "lease_unknown", "other_result"):
+    if ATTRIBUTION.get(code) == "lease":
         raise LeaseOver(message)
     raise Refused(status, code, message)
+
+
+def error_of(text: str) -> tuple[str, str]:
+    """The code and the message of an error. The code alone says what it means."""
+    try:
+        error = json.loads(text)["error"]
+        return str(error.get("code", "unknown")), str(error.get("message", text[:300]))
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return "unknown", text[:300]
 
 
 def read_reply(body: Mapping[str, Any]) -> Reply:
@@ -204,16 +212,14 @@ def check_reply(status: int, text: str) -> Reply:
     Raises:
         EpisodeEnded: The policy cannot be asked any more.
         LeaseOver: The episode is no longer this worker's.
-        Refused: The request is invalid, or not allowed.
+        Refused: The request is invalid, or not allowed: a failure of the environment.
     """
     if status < 300:
         return read_reply(json.loads(text))
-    try:
-        message = str(json.loads(text)["error"]["message"])
-    except (ValueError, KeyError, TypeError):
-        message = text[:300]
-    if status == 400:
+    code, message = error_of(text)
+    whose = ATTRIBUTION.get(code)
+    if whose == "policy":
         raise EpisodeEnded(message)
-    if status == 404:
+    if whose == "lease":
         raise LeaseOver(message)
-    raise Refused(status, "policy", message)
+    raise Refused(status, code, message)

@@ -17,6 +17,9 @@ from conftest import EPISODE, Scripted
 
 import orchestrate
 from orchestrate import Gateway
+from orchestrate.codes import ATTRIBUTION
+from orchestrate.environment import run_function
+from orchestrate.wire import check_reply
 
 Start = Callable[..., Scripted]
 
@@ -163,8 +166,8 @@ def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
         [
             (503, {}),
             (200, {"choices": [{"message": message, "finish_reason": "tool_calls"}]}),
-            (400, {"error": {"message": "all turns are used"}}),
-            (404, {"error": {"message": "no episode"}}),
+            (400, {"error": {"code": "episode_ended", "message": "all turns are used"}}),
+            (404, {"error": {"code": "episode_unknown", "message": "no episode"}}),
         ]
     )
     server = scripted(
@@ -184,6 +187,87 @@ def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
         episode.finish(0.0)
     sent = server.paths("completions")[0]
     assert (sent["model"], sent["max_tokens"]) == ("policy", 5)
+
+
+def error(code: str, status: int) -> tuple[int, Any]:
+    return status, {"error": {"code": code, "message": f"it is {code}"}}
+
+
+#: What the client raises for each code, whatever the status.
+RAISED: dict[str, type[Exception]] = {
+    "policy": orchestrate.EpisodeEnded,
+    "environment": orchestrate.Refused,
+    "infrastructure": orchestrate.Refused,
+    "lease": orchestrate.LeaseOver,
+}
+CODES = [*ATTRIBUTION.items(), ("a_code_of_a_later_version", "environment")]
+
+
+@pytest.mark.parametrize("status", [400, 404, 413, 422])
+@pytest.mark.parametrize(("code", "whose"), CODES)
+def test_the_code_of_an_error_decides_what_it_means(code: str, whose: str, status: int) -> None:
+    text = json.dumps(error(code, status)[1])
+    with pytest.raises(RAISED[whose]) as raised:
+        check_reply(status, text)
+    assert type(raised.value) is RAISED[whose]
+    assert f"it is {code}" in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "null", "[]", "<html>", "{}", '{"error": 1}', '{"detail": []}']
+)
+def test_an_error_without_a_code_is_never_the_policys(text: str) -> None:
+    for status in (400, 401, 404, 413, 422):
+        with pytest.raises(orchestrate.Refused):
+            check_reply(status, text)
+
+
+@pytest.mark.parametrize(("code", "whose"), CODES)
+@pytest.mark.parametrize("client", ["blocking", "asyncio"])
+def test_only_the_policys_codes_give_a_reward_of_0(
+    scripted: Start, client: str, code: str, whose: str
+) -> None:
+    def answer(path: str, body: Any) -> tuple[int, Any]:
+        return error(code, 400) if path.endswith("completions") else plain(path, body)
+
+    server = scripted(answer)
+
+    def blocking() -> None:
+        with Gateway(server.url) as gateway, gateway.take() as episode:
+            episode.chat([])
+
+    async def main() -> None:
+        async with orchestrate.AsyncGateway(server.url) as gateway, await gateway.take() as episode:
+            await episode.chat([])
+
+    with pytest.raises(RAISED[whose]):
+        blocking() if client == "blocking" else asyncio.run(main())
+    sent = server.paths("finish")
+    if whose == "policy":
+        assert sent == [{"reward": 0.0, "metrics": {}}]
+    elif whose == "lease":
+        assert sent == []
+    else:
+        assert [body["failure"]["kind"] for body in sent] == ["environment"]
+
+
+@pytest.mark.parametrize(("code", "whose"), CODES)
+def test_an_environment_that_meets_an_error_has_the_verdict_of_its_code(
+    scripted: Start, code: str, whose: str
+) -> None:
+    server = scripted(
+        lambda path, body: error(code, 400) if path.endswith("completions") else plain(path, body)
+    )
+    with Gateway(server.url) as gateway, gateway.take() as episode:
+        ask = lambda episode: float(bool(episode.chat([])))  # noqa: E731
+        if whose == "lease":
+            with pytest.raises(orchestrate.LeaseOver):
+                run_function(ask, episode)
+        else:
+            verdict = run_function(ask, episode)
+            assert verdict.kind == ("reward" if whose == "policy" else "environment")
+            assert verdict.reward == 0.0
+        episode.finish(0.0)
 
 
 def test_the_client_to_await_does_the_same(scripted: Start) -> None:

@@ -187,6 +187,7 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                 ),
                 EngineErrorKind::Refused { .. }
                 | EngineErrorKind::InvalidReply(_)
+                | EngineErrorKind::GenerationFailed(_)
                 | EngineErrorKind::Unsupported(_) => None,
             };
         }

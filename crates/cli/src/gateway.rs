@@ -6,7 +6,7 @@ use crate::error::UsageError;
 use crate::output;
 use axum::Json;
 use axum::response::{IntoResponse as _, Response};
-use orchestrate_gateway::{GatewayOptions, GatewaySettings, Offers, Registry};
+use orchestrate_gateway::{ErrorCode, GatewayOptions, GatewaySettings, Offers, Registry};
 use orchestrate_moe::http::{Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles};
 use orchestrate_rollout::{Outside, RolloutSettings};
 use orchestrate_sandbox::{
@@ -103,8 +103,23 @@ fn http_options(settings: &GatewaySettings) -> Result<HttpOptions, ConfigProblem
 }
 
 fn denied(denial: &Denial) -> Response {
-    let error = json!({"error": {"code": denial.code(), "message": denial.to_string()}});
+    let code = code_of(denial).as_str();
+    let error = json!({"error": {"code": code, "message": denial.to_string()}});
     (denial.status(), Json(error)).into_response()
+}
+
+/// The code of a request that no route sees.
+fn code_of(denial: &Denial) -> ErrorCode {
+    match denial {
+        Denial::Unauthorized => ErrorCode::Unauthorized,
+        Denial::MissingHost | Denial::BodyEnded(_) => ErrorCode::BadRequest,
+        Denial::Host(_) => ErrorCode::HostNotAllowed,
+        Denial::CrossSite => ErrorCode::CrossSite,
+        Denial::ContentType => ErrorCode::ContentType,
+        Denial::BodyTooLarge(_) => ErrorCode::BodyTooLarge,
+        Denial::BodyTimedOut => ErrorCode::BodyTimedOut,
+        Denial::BodiesFull => ErrorCode::Busy,
+    }
 }
 
 /// Refuses plain rows for a scaffold that needs a sandbox.

@@ -163,10 +163,8 @@ impl Stage {
                 self.counts.solved += u64::from(is_solved(*reward));
             }
             Outcome::Aborted { .. } => {}
-            Outcome::Broken { stage, error } => {
-                self.counts.broken += 1;
-                tracing::warn!(%attempt, %stage, error, "attempt broken");
-            }
+            // The pool warns of it.
+            Outcome::Broken { .. } => self.counts.broken += 1,
         }
         tracing::debug!(%attempt, outcome = outcome.name(), turns, "attempt ended");
     }

@@ -196,6 +196,7 @@ pub(crate) async fn engine(
                     }
                     EngineErrorKind::Refused { .. }
                     | EngineErrorKind::InvalidReply(_)
+                    | EngineErrorKind::GenerationFailed(_)
                     | EngineErrorKind::Unsupported(_) => return Err(error.into()),
                 },
             }

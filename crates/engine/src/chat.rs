@@ -3,6 +3,7 @@
 //! Chat servers take messages, which they turn into tokens with their own template. They hide token
 //! ids, log-probabilities and routed experts, so their replies can be evaluated but never trained on.
 
+mod finish;
 pub(crate) mod reply;
 
 use crate::api::{Engine, EngineInfo};

@@ -305,7 +305,9 @@ pub(crate) async fn wait_for_start(
         let transient = match &error.kind {
             EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
             EngineErrorKind::Refused { status, .. } => *status == 503,
-            EngineErrorKind::InvalidReply(_) | EngineErrorKind::Unsupported(_) => false,
+            EngineErrorKind::InvalidReply(_)
+            | EngineErrorKind::GenerationFailed(_)
+            | EngineErrorKind::Unsupported(_) => false,
         };
         transient && started.elapsed() < timeout
     };

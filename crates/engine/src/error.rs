@@ -33,6 +33,7 @@ impl EngineError {
                 }
                 _ => Retry::Never,
             },
+            EngineErrorKind::GenerationFailed(_) => Retry::After(Duration::from_secs(1)),
             EngineErrorKind::Unsupported(_) => Retry::Never,
         }
     }
@@ -60,6 +61,9 @@ pub enum EngineErrorKind {
     /// The reply failed a check. Nothing of it was used.
     #[error("sent an invalid reply: {0}")]
     InvalidReply(#[source] ErrorDetail),
+    /// The server answered that it failed while it sampled, as an overloaded one does.
+    #[error("failed during the generation: {0}")]
+    GenerationFailed(#[source] ErrorDetail),
     /// The engine cannot do what the run requires of it, or must not be used before its weights are
     /// synced.
     #[error("{0}")]
@@ -80,6 +84,11 @@ impl EngineErrorKind {
     /// [`EngineErrorKind::InvalidReply`] for this reason.
     pub fn invalid_reply(detail: impl Into<ErrorDetail>) -> Self {
         Self::InvalidReply(detail.into())
+    }
+
+    /// [`EngineErrorKind::GenerationFailed`] for this reason.
+    pub(crate) fn generation_failed(detail: impl Into<ErrorDetail>) -> Self {
+        Self::GenerationFailed(detail.into())
     }
 
     /// [`EngineErrorKind::Unsupported`] for this reason.

@@ -68,6 +68,7 @@ fn is_unreachable(kind: &EngineErrorKind) -> bool {
         EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
         EngineErrorKind::Refused { .. }
         | EngineErrorKind::InvalidReply(_)
+        | EngineErrorKind::GenerationFailed(_)
         | EngineErrorKind::Unsupported(_) => false,
     }
 }

@@ -29,7 +29,18 @@ pub(crate) async fn sample<W: Wire>(
 ) -> Response {
     match try_sample::<W>(&options, &episode, request).await {
         Ok(response) => response,
-        Err(problem) => problem.response(W::DIALECT),
+        Err(problem) => {
+            note(&episode, &problem);
+            problem.response(W::DIALECT)
+        }
+    }
+}
+
+/// Tells the episode that a request for a reply was answered with an error. A request without the
+/// episode's key is not the episode's.
+pub(crate) fn note(episode: &Episode, problem: &Problem) {
+    if problem.kind != Kind::Key {
+        episode.sampler().unanswered(problem.code(), &problem.message);
     }
 }
 
@@ -69,6 +80,7 @@ async fn try_sample<W: Wire>(
     let keep_alive = options.keep_alive;
     let mut live = Live {
         wire,
+        episode: episode.clone(),
         envelope: envelope.clone(),
         sampling,
         text,
@@ -207,6 +219,7 @@ impl Frames {
 /// A stream whose reply is being sampled.
 struct Live<W> {
     wire: W,
+    episode: Episode,
     envelope: Envelope,
     sampling: Sampling,
     /// The text so far; `None` if it is only sent at the end.
@@ -277,6 +290,7 @@ impl<W: Wire> Live<W> {
             Ok(_) => Problem::new(Kind::Unavailable, CONTRADICTION),
             Err(error) => Problem::from(error),
         };
+        note(&self.episode, &problem);
         let events = self.wire.late_error(&self.envelope, &self.sent, &problem);
         Frames::new(vec![Bytes::from(events.concat())], Vec::new())
     }

@@ -70,7 +70,8 @@
 //!
 //! # Errors and streams
 //!
-//! Each [`SampleError`] has a status, type and words by which the dialect's clients recognise it; an
+//! Each error has an [`ErrorCode`], which says whose doing it is, and each [`SampleError`] a status, type
+//! and words by which the dialect's clients recognise it. [`Sampler::unanswered`] is told of each; an
 //! episode that is over is status 400 with `x-should-retry: false`, which no known client repeats.
 //! A stream begins with the first text that its sampler shows ([`TextSink`]), with the whole reply, or
 //! with keep-alives after [`GatewayOptions::keep_alive`]; errors after that are events. Text that was
@@ -85,6 +86,7 @@
 
 mod answer;
 mod chat;
+mod code;
 mod config;
 mod connection;
 mod content;
@@ -107,6 +109,7 @@ mod golden;
 #[cfg(test)]
 mod round_trip;
 
+pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
 pub use message::{Message, Role, ToolCall};

@@ -1,5 +1,6 @@
 //! Errors, in the form of each dialect.
 
+use crate::code::ErrorCode;
 use crate::sampler::{Dialect, SampleError};
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
@@ -29,7 +30,10 @@ pub(crate) enum Kind {
     TooLarge,
     Encoding,
     Key,
-    NotFound,
+    /// There is no episode at the base URL.
+    Episode,
+    Route,
+    Model,
     Method,
     Unavailable,
     Failed,
@@ -56,7 +60,7 @@ impl Problem {
         match self.kind {
             Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Thread => 400,
             Kind::Key => 401,
-            Kind::NotFound => 404,
+            Kind::Episode | Kind::Route | Kind::Model => 404,
             Kind::Method => 405,
             Kind::TooLarge => 413,
             Kind::Encoding => 415,
@@ -66,20 +70,22 @@ impl Problem {
         }
     }
 
-    /// The `code` of OpenAI's dialects.
-    pub(crate) fn code(&self) -> Option<&'static str> {
+    /// The code, which says whose doing it is.
+    pub(crate) fn code(&self) -> ErrorCode {
         match self.kind {
-            Kind::TooLong { .. } => Some("context_length_exceeded"),
-            Kind::Ended => Some("episode_ended"),
-            Kind::Key => Some("invalid_api_key"),
-            Kind::Unavailable => Some("server_is_overloaded"),
-            Kind::Failed => Some("server_error"),
-            Kind::Invalid
-            | Kind::Thread
-            | Kind::TooLarge
-            | Kind::Encoding
-            | Kind::NotFound
-            | Kind::Method => None,
+            Kind::Invalid => ErrorCode::InvalidRequest,
+            Kind::TooLong { .. } => ErrorCode::ContextFull,
+            Kind::Ended => ErrorCode::EpisodeEnded,
+            Kind::Thread => ErrorCode::ThreadUnsupported,
+            Kind::TooLarge => ErrorCode::RequestTooLarge,
+            Kind::Encoding => ErrorCode::EncodingUnsupported,
+            Kind::Key => ErrorCode::InvalidKey,
+            Kind::Episode => ErrorCode::UnknownEpisode,
+            Kind::Route => ErrorCode::UnknownRoute,
+            Kind::Model => ErrorCode::UnknownModel,
+            Kind::Method => ErrorCode::WrongMethod,
+            Kind::Unavailable => ErrorCode::Overloaded,
+            Kind::Failed => ErrorCode::ServerError,
         }
     }
 
@@ -96,7 +102,7 @@ impl Problem {
                 "invalid_request_error"
             }
             Kind::Key => "authentication_error",
-            Kind::NotFound | Kind::Method => "not_found_error",
+            Kind::Episode | Kind::Route | Kind::Model | Kind::Method => "not_found_error",
             Kind::TooLarge => "request_too_large",
             Kind::Unavailable => "overloaded_error",
             Kind::Failed => "api_error",
@@ -121,7 +127,12 @@ impl Problem {
     pub(crate) fn body(&self, dialect: Dialect) -> Value {
         let message = self.message(dialect);
         if dialect == Dialect::Messages {
-            let mut error = json!({"type": self.anthropic_type(), "message": message});
+            let mut error = json!({
+                "type": self.anthropic_type(),
+                "message": message,
+                // Not a field of this dialect, whose clients ignore it: programs read it.
+                "code": self.code().as_str(),
+            });
             if let (Kind::Thread, Some(error)) = (self.kind, error.as_object_mut()) {
                 // The vendor's library then sends whole histories.
                 let details =
@@ -134,7 +145,7 @@ impl Problem {
             "message": message,
             "type": self.openai_type(),
             "param": self.field,
-            "code": self.code(),
+            "code": self.code().as_str(),
         }})
     }
 

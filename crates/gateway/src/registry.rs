@@ -132,5 +132,5 @@ async fn enter(
 
 async fn unknown(request: Request) -> Response {
     let message = "there is no episode at this base URL: it is over, or the URL is incomplete";
-    Problem::new(Kind::NotFound, message).response(spoken(request.uri(), request.headers()))
+    Problem::new(Kind::Episode, message).response(spoken(request.uri(), request.headers()))
 }

@@ -90,7 +90,7 @@ async fn model(
     let found = episode.check_key(&headers).and_then(|()| {
         let message = || format!("the model `{}` is served here, no other", sampler.model());
         let known = parameters.get("id").is_some_and(|id| id == sampler.model());
-        known.then_some(()).ok_or_else(|| Problem::new(Kind::NotFound, message()))
+        known.then_some(()).ok_or_else(|| Problem::new(Kind::Model, message()))
     });
     match found {
         Ok(()) => Json(described(&**sampler)).into_response(),
@@ -112,7 +112,7 @@ pub(crate) fn spoken(uri: &Uri, headers: &HeaderMap) -> Dialect {
 
 async fn not_found(request: Request) -> Response {
     let message = "unknown path: this server has chat/completions, responses, messages and models";
-    Problem::new(Kind::NotFound, message).response(spoken(request.uri(), request.headers()))
+    Problem::new(Kind::Route, message).response(spoken(request.uri(), request.headers()))
 }
 
 async fn wrong_method(request: Request) -> Response {

@@ -1,5 +1,6 @@
 //! The seam: what the gateway asks of an episode, and what it is given.
 
+use crate::code::ErrorCode;
 use crate::message::{Message, ToolCall};
 use crate::text::TextSink;
 use async_trait::async_trait;
@@ -29,6 +30,11 @@ pub trait Sampler: Send + Sync + Debug {
         sample: usize,
         text: Option<TextSink>,
     ) -> Result<Sampled, SampleError>;
+
+    /// A request for a reply was answered with this error instead. That includes requests that never
+    /// reach [`Self::sample`], because they cannot be read. Whether it is the end of the episode is not
+    /// known yet: the client may send a better request.
+    fn unanswered(&self, _code: ErrorCode, _message: &str) {}
 
     /// Prompt tokens of a request.
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError>;

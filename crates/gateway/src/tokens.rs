@@ -1,7 +1,7 @@
 //! Token-level sampling: vLLM's `/inference/v1/generate`, for clients that render prompts
 //! themselves.
 
-use crate::answer::{Frames, body_of, envelope, with_headers};
+use crate::answer::{Frames, body_of, envelope, note, with_headers};
 use crate::episode::Episode;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
@@ -93,7 +93,10 @@ pub(crate) async fn generate(
 ) -> Response {
     match try_generate(&options, &episode, request).await {
         Ok(response) => response,
-        Err(problem) => problem.response(Dialect::Chat),
+        Err(problem) => {
+            note(&episode, &problem);
+            problem.response(Dialect::Chat)
+        }
     }
 }
 

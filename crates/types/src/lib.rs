@@ -20,7 +20,7 @@ pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
 pub use name::{GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, is_unprintable};
-pub use outcome::{AbortCause, Limit, Outcome, Retry, Stage};
+pub use outcome::{AbortCause, Attribution, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
 pub use secret::{has_credentials, without_credentials};
 pub use test_timeout::{TestTimeout, TimeoutError};

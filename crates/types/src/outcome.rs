@@ -115,6 +115,29 @@ impl fmt::Display for Stage {
     }
 }
 
+/// Whose doing it is that a request was refused or a conversation ended. It decides the outcome, and it
+/// always follows from a typed code: never from an HTTP status or from the text of a message.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
+pub enum Attribution {
+    /// The policy's: its turns, tokens or time are used up, or its reply cannot be read. The reward counts.
+    Policy,
+    /// The environment's, or that of the agent's program: it sent a request that cannot be answered.
+    Environment,
+    /// Ours: the gateway, an engine or a machine failed.
+    Infrastructure,
+}
+
+impl Attribution {
+    /// The name in tables: `policy`, `environment` or `infrastructure`.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Self::Policy => "policy",
+            Self::Environment => "environment",
+            Self::Infrastructure => "infrastructure",
+        }
+    }
+}
+
 /// Whether and when retrying a call after an external error may help.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Retry {

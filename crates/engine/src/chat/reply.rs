@@ -1,10 +1,13 @@
 //! One reply of `/v1/chat/completions`.
 
+use super::finish::FinishReason;
 use crate::error::EngineErrorKind;
 use crate::generation::Finish;
 use crate::message::{AssistantMessage, FunctionCall, ToolCall};
 use crate::reply::{invalid_field, parse, truncated};
+use orchestrate_types::Attribution;
 use serde::Deserialize;
+use serde_json::Value;
 
 #[derive(Deserialize)]
 struct Reply {
@@ -15,7 +18,20 @@ struct Reply {
 #[derive(Deserialize)]
 struct Choice {
     message: ReplyMessage,
+}
+
+/// How a reply ended, which decides how the rest of it is read.
+#[derive(Deserialize)]
+struct Ending {
+    choices: Vec<ChoiceEnding>,
+    error: Option<Value>,
+}
+
+#[derive(Deserialize)]
+struct ChoiceEnding {
     finish_reason: Option<String>,
+    error: Option<Value>,
+    message: Option<Value>,
 }
 
 #[derive(Deserialize)]
@@ -49,19 +65,34 @@ pub(crate) fn read(
     body: &[u8],
     messages: usize,
 ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
-    let reply: Reply = parse(body)?;
-    let count = reply.choices.len();
-    let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
+    let ending: Ending = parse(body)?;
+    let count = ending.choices.len();
+    let Ok([choice]) = <[ChoiceEnding; 1]>::try_from(ending.choices) else {
         return Err(invalid_field("choices", format!("{count} choices, but 1 was requested")));
     };
-    let finish = match choice.finish_reason.as_deref() {
-        Some("stop" | "tool_calls" | "function_call" | "content_filter") => Finish::Stop,
-        Some("length") => Finish::Length,
-        Some(other) => {
-            let problem = format!("`{}` is unknown", truncated(other));
-            return Err(invalid_field("choices[0].finish_reason", problem));
-        }
-        None => return Err(invalid_field("choices[0].finish_reason", "missing")),
+    let Some(name) = &choice.finish_reason else {
+        return Err(invalid_field("choices[0].finish_reason", "missing"));
+    };
+    let Some(reason) = FinishReason::of(name) else {
+        let problem = format!("`{}` is unknown", truncated(name));
+        return Err(invalid_field("choices[0].finish_reason", problem));
+    };
+    if reason.attribution() != Attribution::Policy {
+        let error = choice.error.or(ending.error).unwrap_or_default();
+        let message = error.as_str().or_else(|| error.get("message")?.as_str());
+        let message = message.map(|text| format!(": {}", truncated(text))).unwrap_or_default();
+        let name = truncated(name);
+        return Err(EngineErrorKind::generation_failed(format!("`{name}`{message}")));
+    }
+    if reason == FinishReason::Declined {
+        let content = choice.message.as_ref().and_then(|message| message.get("content")?.as_str());
+        let content = content.unwrap_or_default().to_owned();
+        return Ok((Finish::Stop, AssistantMessage { content, ..AssistantMessage::default() }, 0));
+    }
+    let finish = if reason == FinishReason::Length { Finish::Length } else { Finish::Stop };
+    let reply: Reply = parse(body)?;
+    let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
+        return Err(invalid_field("choices", "not one choice"));
     };
     let ReplyMessage { content, reasoning_content, reasoning, tool_calls } = choice.message;
     let calls = tool_calls.unwrap_or_default().into_iter().enumerate();
@@ -123,6 +154,55 @@ mod tests {
         assert_eq!(read(both.as_bytes(), 2).unwrap().1, message);
     }
 
+    fn ended(message: &Value, finish: &str) -> Result<(Finish, AssistantMessage), EngineErrorKind> {
+        let body = json!({"choices": [{"index": 0, "message": message, "finish_reason": finish}]});
+        read(body.to_string().as_bytes(), 1).map(|(finish, message, _)| (finish, message))
+    }
+
+    #[test]
+    fn a_turn_that_the_model_or_a_filter_spoiled_is_the_policys_without_calls() {
+        let call =
+            json!({"function": {"name": "bash", "arguments": "{\"command\": \"rm -rf x\"}"}});
+        for (message, content) in [
+            (json!({"role": "assistant"}), ""),
+            (Value::Null, ""),
+            (json!({"content": null}), ""),
+            (json!({"content": "I will", "tool_calls": [call]}), "I will"),
+            (json!({"content": "I will", "tool_calls": [{"function": {"name": null}}]}), "I will"),
+        ] {
+            for finish in ["MALFORMED_FUNCTION_CALL", "SAFETY", "content_filter", "refusal"] {
+                let (finish, message) = ended(&message, finish).unwrap();
+                assert_eq!((finish, message.content.as_str()), (Finish::Stop, content));
+                assert!(message.tool_calls.is_empty(), "a call may be cut off");
+            }
+        }
+        let class = "function_call_filter: MALFORMED_FUNCTION_CALL";
+        assert_eq!(ended(&json!({"content": "x"}), class).unwrap().0, Finish::Stop);
+        assert_eq!(ended(&json!({"content": "x"}), "STOP").unwrap().0, Finish::Stop);
+        assert_eq!(ended(&json!({"content": "x"}), "max_tokens").unwrap().0, Finish::Length);
+    }
+
+    #[test]
+    fn a_generation_that_failed_is_not_a_reply_and_shows_the_servers_message() {
+        let failed = |choice: Value, top: Value| {
+            let mut choice = choice;
+            choice["finish_reason"] = json!("error");
+            choice["message"] = json!({"content": "I wi"});
+            let body = json!({"choices": [choice], "error": top}).to_string();
+            read(body.as_bytes(), 1).unwrap_err()
+        };
+        let busy = json!({"message": "upstream is overloaded", "code": 502});
+        for (error, text) in [
+            (failed(json!({"error": busy}), Value::Null), "upstream is overloaded"),
+            (failed(json!({}), busy), "upstream is overloaded"),
+            (failed(json!({}), json!("busy")), "busy"),
+            (failed(json!({}), Value::Null), "`error`"),
+        ] {
+            assert!(matches!(error, EngineErrorKind::GenerationFailed(_)), "{error}");
+            assert!(error.to_string().contains(text), "{error}");
+        }
+    }
+
     #[test]
     fn an_invalid_reply_is_refused_by_its_field() {
         let choice = |message: Value, finish: Value| json!({"choices": [{"message": message, "finish_reason": finish}]});
@@ -131,7 +211,7 @@ mod tests {
             (json!({"choices": [{"finish_reason": "stop"}]}), "`choices[0]`"),
             (choice(json!({"content": 7}), json!("stop")), "`choices[0].message.content`"),
             (choice(json!({"content": "x"}), Value::Null), "`choices[0].finish_reason`"),
-            (choice(json!({"content": "x"}), json!("error")), "`choices[0].finish_reason`"),
+            (choice(json!({"content": "x"}), json!("new_reason")), "`choices[0].finish_reason`"),
             (
                 choice(json!({"tool_calls": [{"function": {"name": "bash"}}]}), json!("stop")),
                 "`choices[0].message.tool_calls[0].function`",

@@ -89,8 +89,8 @@ pub(super) async fn call(
         }
         // A refusal shows that the worker is alive. A timeout may be a long generation: health
         // checks find out whether the worker is.
-        EngineErrorKind::Refused { .. } | EngineErrorKind::TimedOut(_) => {
-            CallOutcome::Failed(error)
-        }
+        EngineErrorKind::Refused { .. }
+        | EngineErrorKind::TimedOut(_)
+        | EngineErrorKind::GenerationFailed(_) => CallOutcome::Failed(error),
     }
 }

@@ -134,8 +134,9 @@ async fn errors_decide_whether_to_retry() {
         (|| Reply::Now(401, r#"{"error": {"message": "bad key"}}"#.to_owned()), Retry::Never),
         (|| Reply::Busy(429, "7"), Retry::After(Duration::from_secs(7))),
         (|| Reply::Now(200, "<html>".to_owned()), Retry::Now),
-        (|| completion("x", "error"), Retry::Now),
-    ] as [(fn() -> Reply, Retry); 4]
+        (|| completion("x", "error"), Retry::After(Duration::from_secs(1))),
+        (|| completion("x", "a_new_reason"), Retry::Now),
+    ] as [(fn() -> Reply, Retry); 5]
     {
         let mut tasks = JoinSet::new();
         let (client, _seen) = client(&mut tasks, None, move |_| reply()).await;

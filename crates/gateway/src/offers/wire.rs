@@ -1,6 +1,7 @@
 //! Request and reply bodies of the routes for workers.
 
 use super::terms::{FailureKind, OfferEnd, Returned};
+use crate::code::ErrorCode;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -94,15 +95,15 @@ pub(super) enum Problem {
 }
 
 impl Problem {
-    fn parts(&self) -> (StatusCode, &'static str) {
+    fn parts(&self) -> (StatusCode, ErrorCode) {
         match self {
-            Self::Invalid(_) => (StatusCode::BAD_REQUEST, "invalid"),
-            Self::Over(_) => (StatusCode::GONE, "lease_over"),
-            Self::Unknown => (StatusCode::GONE, "lease_unknown"),
-            Self::OtherResult => (StatusCode::CONFLICT, "other_result"),
-            Self::NotStored => (StatusCode::SERVICE_UNAVAILABLE, "not_stored"),
-            Self::RunOver => (StatusCode::GONE, "run_over"),
-            Self::NoRoute => (StatusCode::NOT_FOUND, "no_route"),
+            Self::Invalid(_) => (StatusCode::BAD_REQUEST, ErrorCode::InvalidWorkerRequest),
+            Self::Over(_) => (StatusCode::GONE, ErrorCode::LeaseOver),
+            Self::Unknown => (StatusCode::GONE, ErrorCode::LeaseUnknown),
+            Self::OtherResult => (StatusCode::CONFLICT, ErrorCode::OtherResult),
+            Self::NotStored => (StatusCode::SERVICE_UNAVAILABLE, ErrorCode::NotStored),
+            Self::RunOver => (StatusCode::GONE, ErrorCode::RunOver),
+            Self::NoRoute => (StatusCode::NOT_FOUND, ErrorCode::NoRoute),
         }
     }
 }
@@ -110,7 +111,7 @@ impl Problem {
 impl IntoResponse for Problem {
     fn into_response(self) -> Response {
         let (status, code) = self.parts();
-        (status, Json(json!({"error": {"code": code, "message": self.to_string()}})))
+        (status, Json(json!({"error": {"code": code.as_str(), "message": self.to_string()}})))
             .into_response()
     }
 }

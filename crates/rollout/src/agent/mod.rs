@@ -100,9 +100,14 @@ impl Attempt {
             (Err(error), None) => sandbox_failed(Stage::Exec, error),
             // Nothing was sampled, so nothing that the policy did can be the reason.
             (Ok(result), None) if finished.branches.is_empty() && !result.success() => {
-                failed(Stage::Setup, never_asked(&result))
+                failed(Stage::Setup, never_asked(&result, finished.refusal.as_deref()))
             }
             (Ok(result), None) => {
+                if let Some(refusal) = &finished.refusal {
+                    // It does not break the attempt: the policy's commands can send requests, too, and
+                    // would earn another attempt with a wrong one.
+                    tracing::warn!(refusal, "the last request of the agent was refused");
+                }
                 let timed_out = matches!(result.exit, Exit::TimedOut);
                 let time = timed_out.then_some(Limit::EpisodeTime);
                 EpisodeEvent::AgentEnded { truncated_by: finished.limit.or(time) }
@@ -175,9 +180,11 @@ fn body_limit(limits: EpisodeLimits) -> usize {
 }
 
 /// Why an attempt without a single generation is broken.
-fn never_asked(result: &ExecResult) -> String {
+fn never_asked(result: &ExecResult, refusal: Option<&str>) -> String {
     let output = result.text();
     let tail: String =
         output.trim().chars().rev().take(500).collect::<Vec<_>>().into_iter().rev().collect();
-    format!("the agent sampled nothing and ended with {:?}: {tail}", result.exit)
+    let refusal = refusal.map(|why| format!("; its last request was refused: {why}"));
+    let refusal = refusal.unwrap_or_default();
+    format!("the agent sampled nothing and ended with {:?}{refusal}: {tail}", result.exit)
 }

@@ -1,8 +1,9 @@
 //! An external agent: a worker on any machine takes the episode from the gateway, runs it, and
 //! returns the reward.
 //!
-//! The outcome depends on the cause of the end. A dead worker, a failure of the environment and a
-//! failure of the engine break the attempt, which is retried. Once the policy has replied, a
+//! The outcome depends on the cause of the end. A dead worker, a failure of the environment, a refused
+//! request after which it sent no better one, and a failure of the engine break the attempt, which is
+//! retried. Once the policy has replied, a
 //! failure that the worker attributes to the policy, and an episode that takes too long, are the
 //! policy's result with reward 0, so that neither earns another attempt. Before its first reply the
 //! policy cannot be the cause, so every failure breaks the attempt.
@@ -112,12 +113,28 @@ impl Attempt {
             return EpisodeEvent::StopRequested;
         };
         let asked = !finished.branches.is_empty();
+        let counts = matches!(
+            end,
+            OfferEnd::Returned { .. }
+                | OfferEnd::Failed { kind: FailureKind::Agent | FailureKind::TimeOut, .. }
+                | OfferEnd::TimeUp { .. }
+        );
+        // Not the policy's doing, whatever the worker made of it.
+        if let Some(refusal) = finished.refusal.as_ref().filter(|_| counts) {
+            let what = "the environment's last request was refused, and no better one followed";
+            return failed(Stage::Exec, format!("{what}: {refusal}"));
+        }
         let too_long =
             EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::EpisodeTime) };
         match end {
             OfferEnd::Returned { reward, metrics } if asked => {
                 self.metrics = metrics;
                 EpisodeEvent::Returned { reward, truncated_by: finished.limit }
+            }
+            OfferEnd::Returned { .. } if finished.limit == Some(Limit::SequenceTokens) => {
+                let what = "the first prompt leaves no room for a reply; shorten it, or raise \
+                            rollout.max_sequence_tokens";
+                failed(Stage::Setup, what)
             }
             OfferEnd::Returned { .. } => {
                 failed(Stage::Setup, "the worker returned a reward without asking the policy")

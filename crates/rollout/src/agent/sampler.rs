@@ -1,12 +1,12 @@
 //! The gateway's seam over a [`Conversation`].
 
 use crate::api::{Action, Message};
-use crate::conversation::{Ask, AskError, Conversation, Past, Said, SampledReply};
+use crate::conversation::{Ask, AskError, Conversation, Past, Said, SampledReply, Unanswered};
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
-    Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled, SampledTokens, Sampler,
-    TextSink, TokenRequest, ToolChoice,
+    ErrorCode, Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled, SampledTokens,
+    Sampler, TextSink, TokenRequest, ToolChoice,
 };
 use orchestrate_routing::RoutingMask;
 use serde_json::{Value, json};
@@ -64,6 +64,10 @@ impl Sampler for ConversationSampler {
         Ok(self.sampled(&reply, request.logprobs))
     }
 
+    fn unanswered(&self, code: ErrorCode, message: &str) {
+        self.conversation.note(Some(Unanswered { code, message: message.to_owned() }));
+    }
+
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
         let _place = self.place().await?;
         self.conversation.count(&self.ask(request, 0)).await.map_err(refused)
@@ -109,7 +113,7 @@ fn routed_experts(rows: &RoutingMask, start: usize) -> RoutedExperts {
 
 impl ConversationSampler {
     async fn place(&self) -> Result<SemaphorePermit<'_>, SampleError> {
-        self.places.acquire().await.map_err(|error| SampleError::Ended(error.to_string()))
+        self.places.acquire().await.map_err(|error| SampleError::Failed(error.to_string()))
     }
 
     /// A request in the form that the conversation compares and renders.

@@ -9,6 +9,7 @@ use super::{Conversation, Planned, State};
 use crate::chat::ChatErrorKind;
 use crate::line::{GenerationId, Line};
 use orchestrate_gateway::TextSink;
+use orchestrate_types::Limit;
 use std::sync::{Arc, Weak};
 use tracing::Instrument;
 
@@ -136,7 +137,7 @@ impl Conversation {
             *state.forks.entry(cause).or_default() += 1;
         }
         let Some(target) = state.tree.branches.get_mut(branch) else {
-            return Err(AskError::Refused("the branch is gone".to_owned()));
+            return Err(AskError::Failed("the branch is gone".to_owned()));
         };
         let new = ask.past.said().iter().skip(known).cloned();
         target.steps.extend(new.map(Step::Given));
@@ -154,10 +155,13 @@ impl Conversation {
         };
         let ordinal = state.generations;
         state.generations += 1;
-        let longest = room.min(self.limits.max_response_tokens);
+        let longest = self.limits.max_response_tokens;
+        let limit = if room <= longest { Limit::SequenceTokens } else { Limit::ResponseTokens };
+        let longest = room.min(longest);
         let room = ask.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
+        let limit = (room == longest).then_some(limit);
         let turn = u32::try_from(turn).unwrap_or(u32::MAX);
         let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
-        Ok(Planned { branch, line, tail, id, room, live: None })
+        Ok(Planned { branch, line, tail, id, room, limit, live: None })
     }
 }

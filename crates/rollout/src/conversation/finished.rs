@@ -20,8 +20,10 @@ pub(crate) struct FinishedConversation {
     pub(crate) generate_s: f64,
     /// The limit that ended it.
     pub(crate) limit: Option<Limit>,
-    /// The engine's failure, which breaks the attempt.
+    /// Our failure, which breaks the attempt.
     pub(crate) failure: Option<String>,
+    /// Why the last request was refused, if the fault is the environment's or the agent's program's.
+    pub(crate) refusal: Option<String>,
     /// Whether the run stops.
     pub(crate) stopped: bool,
 }

@@ -18,6 +18,7 @@ mod served;
 mod tokens;
 mod tool_set;
 mod tree;
+mod unanswered;
 
 use crate::api::TurnLog;
 use crate::chat::ChatModel;
@@ -31,7 +32,7 @@ pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
-use orchestrate_types::{Limit, TokenId};
+use orchestrate_types::{Attribution, Limit, TokenId};
 use reply::{ReplyParts, first_stop};
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
@@ -45,6 +46,7 @@ use tool_set::{ToolSet, ToolSets};
 pub use tree::ForkCause;
 pub(crate) use tree::Said;
 use tree::{IN_TOKENS, Place, Step, Tree};
+pub(crate) use unanswered::Unanswered;
 
 /// One agent's conversation.
 #[derive(Debug)]
@@ -53,6 +55,9 @@ pub(crate) struct Conversation {
     limits: EpisodeLimits,
     state: Mutex<State>,
     tools: ToolSets,
+    /// The error that answered the last request, if it was one. It has a lock of its own, because the
+    /// state's may be held for long.
+    unanswered: Mutex<Option<Unanswered>>,
     /// Whether the engine failed, once the conversation has ended.
     ended: watch::Sender<Option<bool>>,
 }
@@ -67,6 +72,8 @@ struct State {
     turns: Vec<TurnLog>,
     forks: BTreeMap<ForkCause, u64>,
     generate_s: f64,
+    /// The limit that cut the last reply off, if one did.
+    cut_by: Option<Limit>,
     /// The generations that run.
     generating: JoinSet<()>,
     end: Option<End>,
@@ -89,6 +96,8 @@ struct Planned {
     tail: Vec<TokenId>,
     id: GenerationId,
     room: usize,
+    /// The limit of the episode that `room` stands for; `None` if the agent asked for fewer tokens.
+    limit: Option<Limit>,
     /// The reply's text for clients that read it as a stream.
     live: Option<Arc<LiveText>>,
 }
@@ -98,6 +107,7 @@ struct Generated {
     branch: usize,
     line: Line,
     id: GenerationId,
+    limit: Option<Limit>,
     elapsed: Duration,
     /// Why it ended, and tokens of its prompt: all of them, and those that the engine had cached.
     sampled: Result<(Finish, usize, usize), NoReply>,
@@ -117,7 +127,7 @@ const TOKENS_HERE: usize = 4096;
 async fn offloaded<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, AskError> + Send + 'static,
 ) -> Result<T, AskError> {
-    offload::run(work).await.map_err(|error| AskError::Ended(error.to_string()))?
+    offload::run(work).await.map_err(|error| AskError::Failed(error.to_string()))?
 }
 
 impl Conversation {
@@ -130,6 +140,7 @@ impl Conversation {
             turns: Vec::new(),
             forks: BTreeMap::new(),
             generate_s: 0.0,
+            cut_by: None,
             generating: JoinSet::new(),
             end: None,
         };
@@ -138,6 +149,7 @@ impl Conversation {
             limits,
             state: Mutex::new(state),
             tools: ToolSets::default(),
+            unanswered: Mutex::default(),
             ended: watch::Sender::new(None),
         }
     }
@@ -193,7 +205,15 @@ impl Conversation {
         };
         let answer = begun?.await;
         drop(client);
+        if answer.is_ok() {
+            self.note(None);
+        }
         answer
+    }
+
+    /// Notes how the last request was answered: with a reply, or with this error.
+    pub(crate) fn note(&self, unanswered: Option<Unanswered>) {
+        *self.unanswered.lock().unwrap_or_else(PoisonError::into_inner) = unanswered;
     }
 
     fn check_open(&self, state: &mut State) -> Result<(), AskError> {
@@ -226,7 +246,7 @@ impl Conversation {
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
     async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
-        let Planned { branch, mut line, tail, id, room, live } = planned;
+        let Planned { branch, mut line, tail, id, room, limit, live } = planned;
         // A panic must not leave the client waiting.
         let _answered = AnswerAtEnd(Arc::clone(&served));
         let prompt_tokens = line.buffer.prompt_len();
@@ -237,7 +257,7 @@ impl Conversation {
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
         let tools = past.tools();
-        let generated = Generated { branch, line, id, elapsed, sampled, tools };
+        let generated = Generated { branch, line, id, limit, elapsed, sampled, tools };
         let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
@@ -269,7 +289,7 @@ impl Conversation {
 
     /// Stores a generation in its branch and answers its request.
     fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
-        let Generated { branch, line, id, elapsed, sampled, tools } = generated;
+        let Generated { branch, line, id, limit, elapsed, sampled, tools } = generated;
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
@@ -313,6 +333,7 @@ impl Conversation {
                 let end = line.buffer.len();
                 target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
                 target.line = line;
+                state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);
                 served.answer(Ok(Arc::new(reply)));
             }
@@ -405,11 +426,19 @@ impl Conversation {
             generate_s: state.generate_s,
             ..FinishedConversation::default()
         };
-        match end {
-            Some(End::Limit(limit)) => finished.limit = Some(limit),
-            Some(End::Failed(error)) => finished.failure = Some(error),
-            Some(End::Stopped) => finished.stopped = true,
-            Some(End::Closed) | None => {}
+        // The agent went on after every error but the last one.
+        let last = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner).take();
+        match (end, last) {
+            (Some(End::Limit(limit)), _) => finished.limit = Some(limit),
+            (Some(End::Failed(error)), _) => finished.failure = Some(error),
+            (Some(End::Stopped), _) => finished.stopped = true,
+            (Some(End::Closed) | None, Some(last)) => match last.code.attribution() {
+                Some(Attribution::Policy) => finished.limit = last.limit(),
+                Some(Attribution::Environment) => finished.refusal = Some(last.message),
+                Some(Attribution::Infrastructure) => finished.failure = Some(last.message),
+                None => {}
+            },
+            (Some(End::Closed) | None, None) => finished.limit = state.cut_by,
         }
         if was_cut_off {
             // What the agent did after the error is not the policy's result.

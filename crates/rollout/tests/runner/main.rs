@@ -10,6 +10,7 @@ mod bounds;
 mod common;
 mod faults;
 mod mcp;
+mod outside;
 mod sharing;
 mod spans;
 mod tools;
