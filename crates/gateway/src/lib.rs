@@ -32,6 +32,8 @@
 //! * Messages: consecutive messages of one role are one turn; results of tools come before the text
 //!   of the same turn. `system` messages in the middle stay there. The system block that states
 //!   Claude Code's version (`x-anthropic-billing-header`) is left out.
+//! * Results follow the reply whose calls they answer, in the order of the calls. A call without a result,
+//!   a second result, and a result of a call that the reply before it does not have are refused.
 //! * Arguments of calls keep the client's text and are compared as JSON. Messages carries objects:
 //!   arguments that are not an object are sent as `{"arguments": TEXT}`.
 //! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. The
@@ -43,7 +45,8 @@
 //!
 //! | Field | Chat | Responses | Messages |
 //! |---|---|---|---|
-//! | `stream`, tools, `tool_choice` | honoured | honoured | honoured |
+//! | `stream`, tools | honoured | honoured | honoured |
+//! | `tool_choice` | `none` hides the tools; `required` or a name is recorded and not enforced, because the reply is exactly what the model sampled | the same, and repeated in the reply | the same |
 //! | token limit | `max_completion_tokens`, else `max_tokens` | `max_output_tokens` | `max_tokens` (required) |
 //! | stop strings | `stop` | | `stop_sequences` |
 //! | `temperature`, `top_p` | recorded; the run decides | recorded; the run decides | recorded; the run decides |

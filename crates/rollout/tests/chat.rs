@@ -221,7 +221,8 @@ fn dropped_thinking_depends_on_the_role_of_observations() {
     for (scaffold, kept) in
         [(Scaffold::Tools, true), (Scaffold::R2eXml, false), (Scaffold::Mini, false)]
     {
-        let options = ChatOptions { scaffold, history: History::Template, tools: Vec::new() };
+        let options =
+            ChatOptions { scaffold, history: History::Template, ..ChatOptions::default() };
         assert_eq!(ChatModel::load_for(path, options).is_ok(), kept, "{scaffold:?}");
         let options = ChatOptions { scaffold, ..ChatOptions::default() };
         ChatModel::load_for(path, options).unwrap();

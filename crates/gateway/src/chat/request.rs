@@ -2,7 +2,7 @@
 
 use super::{Chat, Logprobs};
 use crate::content::{self, Part, TextOr, known, limit, says, stop_strings, structured, text_of};
-use crate::message::{Message, Role, ToolCall};
+use crate::message::{Message, Role, ToolCall, answered};
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use serde::Deserialize;
@@ -99,10 +99,11 @@ pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
     }
     let messages = body.messages.into_iter().enumerate();
     let messages = messages.map(|(index, message)| convert(message, index));
+    let messages = messages.collect::<Result<_, _>>()?;
     let max_tokens = limit(body.max_completion_tokens, "max_completion_tokens")?;
     let request = SampleRequest {
         dialect: Dialect::Chat,
-        messages: messages.collect::<Result<_, _>>()?,
+        messages: answered(messages, "messages")?,
         tools,
         tool_choice,
         max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),

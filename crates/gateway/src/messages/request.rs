@@ -3,7 +3,7 @@
 use super::Messages;
 use super::history::{self, Block, MessageParam};
 use crate::content::{self, TextOr, known, limit, says, stop_strings, structured};
-use crate::message::{History, Message, Role};
+use crate::message::{History, Message, Role, answered};
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use crate::wire::Purpose;
@@ -83,7 +83,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Mes
     let tools = tools(body.tools.unwrap_or_default())?;
     let request = SampleRequest {
         dialect: Dialect::Messages,
-        messages: messages.finish(),
+        messages: answered(messages.finish(), "messages")?,
         tool_choice: known(choice(body.tool_choice)?, &tools)?,
         tools,
         max_tokens,

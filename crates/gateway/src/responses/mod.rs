@@ -36,6 +36,7 @@ struct Echo {
     top_p: Option<f32>,
     parallel_tool_calls: bool,
     metadata: Value,
+    tool_choice: Value,
 }
 
 impl Wire for Responses {

@@ -4,7 +4,7 @@ use super::history::{self, Item};
 use super::tools::{self, ToolParam, Tools};
 use super::{Echo, Responses};
 use crate::content::{self, TextOr, known, limit, says, structured};
-use crate::message::{History, Message, Role};
+use crate::message::{History, Message, Role, answered};
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest};
 use crate::wire::Purpose;
@@ -54,6 +54,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Res
         top_p: body.top_p,
         parallel_tool_calls: body.parallel_tool_calls.unwrap_or(true),
         metadata: body.metadata.clone().unwrap_or_else(|| json!({})),
+        tool_choice: body.tool_choice.clone().unwrap_or_else(|| json!("auto")),
     };
     let messages = messages(body.instructions, body.input)?;
     if messages.is_empty() && purpose == Purpose::Sample {
@@ -104,7 +105,7 @@ fn messages(
             }
         }
     }
-    Ok(history.finish())
+    answered(history.finish(), "input")
 }
 
 /// Refuses what would need stored state, or another reply than the sampled one.

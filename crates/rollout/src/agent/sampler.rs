@@ -124,6 +124,7 @@ impl ConversationSampler {
             past: Past::Messages {
                 said: request.messages.iter().map(said).collect(),
                 tools: self.schemas(offered),
+                thinking: self.conversation.chat().thinking_for(request.thinking),
             },
             max_tokens: request.max_tokens,
             stops: request.stop.clone().into(),

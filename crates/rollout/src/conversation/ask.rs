@@ -14,6 +14,8 @@ pub(crate) enum Past {
         said: Vec<Arc<Said>>,
         /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
         tools: Arc<Vec<serde_json::Value>>,
+        /// Whether the model is asked to think, as [`crate::ChatModel`] decides it.
+        thinking: Option<bool>,
     },
     /// The prompt in token ids, `[P]`, of a client that renders it itself.
     Tokens(Arc<[TokenId]>),

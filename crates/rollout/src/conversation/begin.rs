@@ -24,7 +24,9 @@ impl Conversation {
     /// The tools of a request.
     pub(super) fn tools_of(&self, past: &Past) -> Arc<ToolSet> {
         match past {
-            Past::Messages { tools, .. } => self.tools.of(tools),
+            Past::Messages { tools, thinking, .. } => {
+                self.tools.of(&self.calls.chat, tools, *thinking)
+            }
             Past::Tokens(_) => ToolSet::of_tokens(),
         }
     }
@@ -38,7 +40,7 @@ impl Conversation {
         text: Option<TextSink>,
     ) -> Result<Begun, Option<TextSink>> {
         let tools = match &ask.past {
-            Past::Messages { tools, .. } => self.tools.known(tools),
+            Past::Messages { tools, thinking, .. } => self.tools.known(tools, *thinking),
             Past::Tokens(_) => None,
         };
         let Some(tools) = tools.filter(|tools| tools.bytes <= NEW_BYTES_HERE) else {
@@ -131,7 +133,7 @@ impl Conversation {
             return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
         }
         let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools.digest, &tail);
+        let (branch, forked) = self.branch_at(state, place, tools, &tail);
         for cause in place.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
