@@ -29,6 +29,8 @@ pub struct Message {
     pub tool_calls: Vec<ToolCall>,
     /// The call that a [`Role::Tool`] message answers.
     pub tool_call_id: Option<String>,
+    /// Name of the user, or of the tool that was called.
+    pub name: Option<String>,
 }
 
 impl Message {
@@ -40,6 +42,7 @@ impl Message {
             reasoning: None,
             tool_calls: Vec::new(),
             tool_call_id: None,
+            name: None,
         }
     }
 

@@ -11,13 +11,13 @@
 //! Read [`crate::prefix`] next (what templates do with earlier turns), then [`crate::expert`],
 //! which builds training data with the same functions.
 
-use crate::api::{Action, Message};
+use crate::api::{Action, Message, MessageExtra};
 use crate::codec::Codec;
 use crate::model_files::{TOKENIZER_CONFIG, json_file, malformed, special_tokens, template_source};
 use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
 use crate::system_messages::SystemMessages;
-use crate::template::{ChatTemplate, TemplateInput, with_strings};
+use crate::template::{ChatTemplate, ShownExtras, TemplateInput, with_strings};
 use crate::tool_format::ToolFormat;
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -136,8 +136,9 @@ pub struct ChatModel {
     pub(crate) template: ChatTemplate,
     pub(crate) options: ChatOptions,
     /// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
-    thinking: Vec<(Option<bool>, Result<EarlierThinking, String>)>,
+    pub(crate) thinking: Vec<(Option<bool>, Result<EarlierThinking, String>)>,
     system_messages: SystemMessages,
+    shown_extras: ShownExtras,
     tool_format: Option<ToolFormat>,
     end_of_turn: TokenId,
     end_of_turn_text: String,
@@ -245,6 +246,7 @@ impl ChatModel {
             options,
             thinking: Vec::new(),
             system_messages: SystemMessages::ANY,
+            shown_extras: ShownExtras::default(),
             tool_format: None,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
@@ -264,6 +266,7 @@ impl ChatModel {
                 become messages of the user"
             );
         }
+        model.shown_extras = model.template.shown_extras();
         let role = model.options.scaffold.observation_role();
         let closing = model.text_after_turn(&[message(role, "x")], &model.input)?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
@@ -296,35 +299,9 @@ impl ChatModel {
         shown(&self.input) != shown(&TemplateInput::new(&[], self.input.thinking))
     }
 
-    /// What prompts ask for, if a request asks for thinking or for none: the run's setting decides, and
-    /// a template without a switch cannot be told.
-    pub(crate) fn thinking_for(&self, wanted: Option<bool>) -> Option<bool> {
-        self.options.thinking.or(wanted).filter(|_| self.template.switches_thinking())
-    }
-
-    /// Treatment of earlier thinking in prompts that ask for `thinking`.
-    ///
-    /// # Errors
-    /// If the template rewrites earlier turns in such prompts.
-    pub(crate) fn earlier_thinking(
-        &self,
-        thinking: Option<bool>,
-    ) -> Result<EarlierThinking, ChatError> {
-        let known = self.thinking.iter().find(|(known, _)| *known == thinking);
-        let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |(_, earlier)| earlier.clone());
-        known.map_err(|problem| self.error(ChatErrorKind::NotAppendOnly(problem)))
-    }
-
-    /// Finds out what the template does with earlier thinking if a request switches it on or off.
-    fn add_requested_thinking(&mut self) {
-        if self.options.thinking.is_some() || !self.template.switches_thinking() {
-            return;
-        }
-        for switch in [true, false] {
-            let input = TemplateInput { thinking: Some(switch), ..self.input.clone() };
-            let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
-            self.thinking.push((Some(switch), earlier));
-        }
+    /// Parts of messages that prompts show.
+    pub(crate) fn shown_extras(&self) -> ShownExtras {
+        self.shown_extras
     }
 
     /// The token that closes an assistant turn in the template.
@@ -490,6 +467,7 @@ impl ChatModel {
             role: "assistant".to_owned(),
             content: content.to_owned(),
             tool_calls: calls.to_vec(),
+            ..Message::default()
         };
         let text = self.render(&[opening, turn, message("tool", "x")])?;
         let shown = text.strip_prefix(&before).and_then(|t| t.split_once(&self.end_of_turn_text));
@@ -537,19 +515,27 @@ impl ChatModel {
     fn without_control_texts<'a>(&self, message: &'a Message) -> Cow<'a, Message> {
         let breaks_content =
             message.role != "assistant" && self.any_control_text.is_match(&message.content);
-        if !breaks_content && message.tool_calls.is_empty() {
+        let has_more = !message.tool_calls.is_empty() || message.extra != MessageExtra::default();
+        if !breaks_content && !has_more {
             return Cow::Borrowed(message);
         }
-        let safe = |call: &Action| Action {
-            name: self.break_control_texts(&call.name),
+        let text = |text: &String| self.break_control_texts(text);
+        let call = |call: &Action| Action {
+            name: text(&call.name),
             arguments: with_strings(&call.arguments, &|text| self.break_control_texts(text)),
         };
-        let mut message = message.clone();
-        if breaks_content {
-            message.content = self.break_control_texts(&message.content);
-        }
-        message.tool_calls = message.tool_calls.iter().map(safe).collect();
-        Cow::Owned(message)
+        let MessageExtra { reasoning, call_ids, tool_call_id, name } = &message.extra;
+        Cow::Owned(Message {
+            role: message.role.clone(),
+            content: if breaks_content { text(&message.content) } else { message.content.clone() },
+            tool_calls: message.tool_calls.iter().map(call).collect(),
+            extra: MessageExtra {
+                reasoning: reasoning.as_ref().map(text),
+                call_ids: call_ids.iter().map(text).collect(),
+                tool_call_id: tool_call_id.as_ref().map(text),
+                name: name.as_ref().map(text),
+            },
+        })
     }
 
     /// The text with a space after the first character of each control token.
@@ -578,7 +564,7 @@ impl ChatModel {
         self.codec.encode(text).map_err(ChatErrorKind::Tokenizer)
     }
 
-    fn error(&self, kind: ChatErrorKind) -> ChatError {
+    pub(crate) fn error(&self, kind: ChatErrorKind) -> ChatError {
         ChatError { folder: self.folder.clone(), kind }
     }
 }
@@ -589,5 +575,5 @@ fn is_tag(token: &str) -> bool {
 }
 
 pub(crate) fn message(role: &str, content: &str) -> Message {
-    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: role.to_owned(), content: content.to_owned(), ..Message::default() }
 }

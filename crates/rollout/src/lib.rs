@@ -44,8 +44,8 @@ mod vocabulary;
 
 pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, Outside};
 pub use api::{
-    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog,
-    opening_messages,
+    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, MessageExtra, Timings,
+    TurnLog, opening_messages,
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};

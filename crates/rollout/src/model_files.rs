@@ -49,10 +49,8 @@ pub(crate) fn special_tokens(
     folder: &Utf8Path,
     config: &Value,
 ) -> Result<BTreeMap<String, Option<String>>, ChatErrorKind> {
-    let older = match folder.join(SPECIAL_TOKENS_MAP).is_file() {
-        true => json_file(folder, SPECIAL_TOKENS_MAP)?,
-        false => Value::Null,
-    };
+    let has_older = folder.join(SPECIAL_TOKENS_MAP).is_file();
+    let older = if has_older { json_file(folder, SPECIAL_TOKENS_MAP)? } else { Value::Null };
     let mut tokens = BTreeMap::new();
     for name in SPECIAL_TOKENS {
         if let Some(value) = config.get(name).or_else(|| older.get(name)) {

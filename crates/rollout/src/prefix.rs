@@ -4,7 +4,7 @@
 //! turns that a template may drop is their thinking. [`History`] says whether our prompts drop it
 //! too; if they do, the sampled tokens are cut at a [`crate::Fork`] and are never tokenized again.
 
-use crate::chat::{ChatErrorKind, ChatModel, message};
+use crate::chat::{ChatError, ChatErrorKind, ChatModel, message};
 use crate::template::TemplateInput;
 use orchestrate_types::TokenId;
 use schemars::JsonSchema;
@@ -69,6 +69,37 @@ const THINKING: TemplateProbe = TemplateProbe {
 };
 
 impl ChatModel {
+    /// What prompts ask for, if a request asks for thinking or for none: the run's setting decides, and
+    /// a template without a switch cannot be told.
+    pub(crate) fn thinking_for(&self, wanted: Option<bool>) -> Option<bool> {
+        self.options.thinking.or(wanted).filter(|_| self.template.switches_thinking())
+    }
+
+    /// Treatment of earlier thinking in prompts that ask for `thinking`.
+    ///
+    /// # Errors
+    /// If the template rewrites earlier turns in such prompts.
+    pub(crate) fn earlier_thinking(
+        &self,
+        thinking: Option<bool>,
+    ) -> Result<EarlierThinking, ChatError> {
+        let known = self.thinking.iter().find(|(known, _)| *known == thinking);
+        let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |(_, earlier)| earlier.clone());
+        known.map_err(|problem| self.error(ChatErrorKind::NotAppendOnly(problem)))
+    }
+
+    /// Finds out what the template does with earlier thinking if a request switches it on or off.
+    pub(crate) fn add_requested_thinking(&mut self) {
+        if self.options.thinking.is_some() || !self.template.switches_thinking() {
+            return;
+        }
+        for switch in [true, false] {
+            let input = TemplateInput { thinking: Some(switch), ..self.input.clone() };
+            let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
+            self.thinking.push((Some(switch), earlier));
+        }
+    }
+
     /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
     pub(crate) fn detect_thinking(
         &self,

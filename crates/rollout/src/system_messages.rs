@@ -14,6 +14,7 @@ const SEPARATOR: &str = "\n\n";
 
 /// What a template allows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[expect(clippy::struct_excessive_bools, reason = "four independent findings")]
 pub(crate) struct SystemMessages {
     /// One at the start.
     first: bool,
@@ -76,7 +77,7 @@ impl SystemMessages {
             let is_converted =
                 is_system(&message) && if index < start { !self.first } else { !self.later };
             if is_converted {
-                message.role = "user".to_owned();
+                "user".clone_into(&mut message.role);
             }
             let joins = |last: &Message| {
                 let is_at_start = index > 0 && index < start;

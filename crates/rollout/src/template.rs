@@ -2,13 +2,14 @@
 //!
 //! The invariant: this module produces text only. [`crate::ChatModel`] turns text into tokens.
 
+mod extras;
 mod python;
 
 use crate::api::{Action, Message};
+pub(crate) use extras::ShownExtras;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
-use serde::Serialize;
 use std::collections::{BTreeMap, HashSet};
 
 const NAME: &str = "chat";
@@ -39,7 +40,10 @@ impl TemplateInput {
     /// The input for these tool schemas. They are the same in every turn, so a caller that renders
     /// often converts them once.
     pub(crate) fn new(tools: &[serde_json::Value], thinking: Option<bool>) -> Self {
-        let tools = if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) };
+        let tools = match tools {
+            [] => Value::from(()),
+            tools => tools.iter().map(python::of_json).collect(),
+        };
         Self { tools, thinking }
     }
 }
@@ -65,11 +69,15 @@ impl ChatTemplate {
         let mut env = Environment::new();
         // Hugging Face compiles chat templates with these two settings.
         env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+        env.set_unknown_method_callback(python::method);
+        env.add_filter("trim", python::trim);
+        env.add_filter("indent", python::indent);
         env.set_formatter(|out, _, value| Ok(out.write_str(&python::text(value))?));
         env.add_filter("tojson", |value: &Value, options: Kwargs| python::json(value, &options));
         env.add_filter("string", |value: &Value| python::text(value));
         env.add_test("iterable", python::is_iterable);
+        env.add_test("number", python::is_number);
+        env.add_test("float", python::is_float);
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
@@ -84,9 +92,16 @@ impl ChatTemplate {
                 env.add_global(name.clone(), text.clone());
             }
         }
-        env.add_template_owned(NAME, without_generation_marks(source))?;
+        // Jinja reads every line end as `\\n`.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        if joins_safe_text(&source) {
+            let problem = "the filter `safe` on text that is joined with `+` or `~`: Jinja escapes the \
+                           other text as HTML";
+            return Err(Error::new(ErrorKind::SyntaxError, problem));
+        }
+        env.add_template_owned(NAME, without_generation_marks(&source))?;
         let reads = env.get_template(NAME)?.undeclared_variables(false);
-        Ok(Self { env, source: source.to_owned(), reads })
+        Ok(Self { env, source, reads })
     }
 
     /// The template's source text.
@@ -127,7 +142,7 @@ impl ChatTemplate {
         input: &TemplateInput,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let messages: Vec<_> = messages.into_iter().map(MessageView::from).collect();
+        let messages = messages.into_iter().map(message_value).collect();
         let switch = match input.thinking {
             Some(on) => Value::from(BTreeMap::from(THINKING_SWITCHES.map(|name| (name, on)))),
             None => context! {},
@@ -149,24 +164,33 @@ impl ChatTemplate {
     ) -> Result<String, Error> {
         let input = TemplateInput::new(tools, None);
         let variables = Value::from(Serde(variables));
+        let messages = with_both_names(messages).iter().map(python::of_json).collect();
         self.render_context(messages, input.tools, variables, add_generation_prompt)
     }
 
     fn render_context(
         &self,
-        messages: impl Serialize,
+        messages: Value,
         tools: Value,
         variables: Value,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
         self.env.get_template(NAME)?.render(context! {
-            messages => Value::from(Serde(messages)),
+            messages => messages,
             tools => tools,
             documents => (),
             add_generation_prompt => add_generation_prompt,
             ..variables
         })
     }
+}
+
+/// Whether a template joins text with a text that it marks as safe.
+fn joins_safe_text(source: &str) -> bool {
+    source.split('|').skip(1).any(|filter| {
+        let rest = filter.trim_start().strip_prefix("safe");
+        rest.is_some_and(|rest| rest.trim_start().starts_with(['+', '~']))
+    })
 }
 
 /// The source without the tags `{% generation %}` and `{% endgeneration %}`, by which some templates
@@ -210,27 +234,43 @@ pub(crate) fn with_strings(
     }
 }
 
-/// A message in the form that chat templates expect, with calls wrapped as `{type, function}`.
-#[derive(Serialize)]
-struct MessageView<'a> {
-    role: &'a str,
-    content: &'a str,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<ToolCallView<'a>>,
+/// A message in the form that chat templates expect, with calls wrapped as `{id, type, function}`.
+fn message_value(message: &Message) -> Value {
+    let Message { role, content, tool_calls, extra } = message;
+    let mut ids = extra.call_ids.iter();
+    let calls = tool_calls.iter().map(|Action { name, arguments }| {
+        let function =
+            [("name", Value::from(name.as_str())), ("arguments", python::of_json(arguments))];
+        let id = ids.next().map(|id| ("id", Value::from(id.as_str())));
+        let call = [("type", Value::from("function")), ("function", Value::from_pairs(function))];
+        Value::from_pairs(id.into_iter().chain(call))
+    });
+    let text = |name, text: &Option<String>| text.as_deref().map(|text| (name, Value::from(text)));
+    let calls = (!tool_calls.is_empty()).then(|| ("tool_calls", calls.collect::<Value>()));
+    let always = [("role", Value::from(role.as_str())), ("content", Value::from(content.as_str()))];
+    let more = [
+        // Templates read thinking by one of these names.
+        text("reasoning_content", &extra.reasoning),
+        text("thinking", &extra.reasoning),
+        calls,
+        text("tool_call_id", &extra.tool_call_id),
+        text("name", &extra.name),
+    ];
+    Value::from_pairs(always.into_iter().chain(more.into_iter().flatten()))
 }
 
-#[derive(Serialize)]
-struct ToolCallView<'a> {
-    r#type: &'static str,
-    function: &'a Action,
-}
-
-impl<'a> From<&'a Message> for MessageView<'a> {
-    fn from(message: &'a Message) -> Self {
-        let Message { role, content, tool_calls } = message;
-        let calls = tool_calls.iter().map(|function| ToolCallView { r#type: "function", function });
-        Self { role, content, tool_calls: calls.collect() }
-    }
+/// The messages with their thinking under both names that templates read, as `transformers` gives it.
+fn with_both_names(messages: &[serde_json::Value]) -> Vec<serde_json::Value> {
+    let names = ["reasoning_content", "thinking", "reasoning"];
+    let each = messages.iter().cloned().map(|mut message| {
+        let found = names.iter().find_map(|name| message.get(*name).filter(|v| !v.is_null()));
+        if let (Some(thinking), Some(fields)) = (found.cloned(), message.as_object_mut()) {
+            fields.entry("thinking").or_insert_with(|| thinking.clone());
+            fields.insert("reasoning_content".to_owned(), thinking);
+        }
+        message
+    });
+    each.collect()
 }
 
 #[cfg(test)]
@@ -249,6 +289,7 @@ mod tests {
             role: "assistant".to_owned(),
             content: String::new(),
             tool_calls: vec![Action { name: "edit".to_owned(), arguments }],
+            ..Message::default()
         };
         assert_eq!(
             template.render(&[message], &[], false).unwrap(),

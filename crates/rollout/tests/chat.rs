@@ -15,7 +15,7 @@ fn bash(command: &str) -> Action {
 }
 
 fn tool(content: &str) -> Message {
-    Message { role: "tool".to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: "tool".to_owned(), content: content.to_owned(), ..Message::default() }
 }
 
 fn expert(name: &str) -> ExpertEpisode {
@@ -323,6 +323,7 @@ fn templates_render_as_in_python() {
         role: "assistant".to_owned(),
         content: "look".to_owned(),
         tool_calls: vec![bash("ls <a>")],
+        ..Message::default()
     });
     messages.extend([tool("a"), tool("b")]);
     let tools = [json!({"type": "function", "function": {"name": "bash"}})];

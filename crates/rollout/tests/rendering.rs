@@ -21,7 +21,7 @@ const PLAIN: &str = r#"{%- for m in messages -%}
 /// Loads a small model with a template and fields of its `tokenizer_config.json`.
 fn model(
     template: &str,
-    fields: serde_json::Value,
+    fields: &serde_json::Value,
     options: ChatOptions,
 ) -> Result<ChatModel, ChatError> {
     let folder = tempfile::tempdir().unwrap();
@@ -37,11 +37,11 @@ fn model(
 }
 
 fn plain() -> ChatModel {
-    model(PLAIN, json!({}), ChatOptions::default()).unwrap()
+    model(PLAIN, &json!({}), ChatOptions::default()).unwrap()
 }
 
 fn message(role: &str, content: &str) -> Message {
-    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: role.to_owned(), content: content.to_owned(), ..Message::default() }
 }
 
 fn prompt(model: &ChatModel, messages: &[Message]) -> String {
@@ -56,24 +56,24 @@ fn templates_read_the_special_tokens_and_the_date() {
     let eos = PLAIN.replace(r"'<|im_end|>\n'", r"eos_token + '\n'");
     let date = format!("{{%- set today = strftime_now('%Y-%m-%d') -%}}{PLAIN}");
     for declared in [json!("<|endoftext|>"), json!({"content": "<|endoftext|>", "lstrip": false})] {
-        let model = model(&bos, json!({"bos_token": declared}), ChatOptions::default()).unwrap();
+        let model = model(&bos, &json!({"bos_token": declared}), ChatOptions::default()).unwrap();
         let ids = model.prompt(&opening).unwrap();
         assert_eq!(ids[1..], plain[..]);
         assert_eq!(model.encode("<|endoftext|>").unwrap(), ids[..1]);
     }
     for template in [&eos, &date] {
-        let model = model(template, json!({}), ChatOptions::default()).unwrap();
+        let model = model(template, &json!({}), ChatOptions::default()).unwrap();
         assert_eq!(model.prompt(&opening).unwrap(), plain);
     }
     // A tokenizer without this token, as transformers renders it.
-    let none = model(&bos, json!({"bos_token": null}), ChatOptions::default()).unwrap();
+    let none = model(&bos, &json!({"bos_token": null}), ChatOptions::default()).unwrap();
     assert_eq!(none.prompt(&opening).unwrap(), plain);
 }
 
 #[test]
 fn a_special_token_that_the_tokenizer_does_not_declare_is_refused_by_name() {
     let template = format!("{{{{- bos_token -}}}}{PLAIN}");
-    let error = model(&template, json!({}), ChatOptions::default()).unwrap_err();
+    let error = model(&template, &json!({}), ChatOptions::default()).unwrap_err();
     assert!(matches!(error.kind, ChatErrorKind::UnknownVariable(_)), "{error}");
     assert!(error.to_string().contains("bos_token"), "{error}");
 }
@@ -85,7 +85,7 @@ fn a_template_that_allows_one_system_message_gets_one() {
     let each = "{%- for m in messages -%}\n";
     assert!(PLAIN.starts_with(each));
     let strict = PLAIN.replacen(each, &format!("{each}{refuses}"), 1);
-    let strict = model(&strict, json!({}), ChatOptions::default()).unwrap();
+    let strict = model(&strict, &json!({}), ChatOptions::default()).unwrap();
     let opening = [message("system", "one"), message("system", "two"), message("user", "go")];
     assert_eq!(
         prompt(&strict, &opening),
@@ -133,7 +133,7 @@ fn control_tokens_in_calls_and_tools_are_text() {
     let shows_tools = format!("{{{{- tools | tojson -}}}}{PLAIN}");
     let tools = vec![json!({"function": {"name": "bash", "description": evil}})];
     let options = ChatOptions { tools, ..ChatOptions::default() };
-    let model = model(&shows_tools, json!({}), options).unwrap();
+    let model = model(&shows_tools, &json!({}), options).unwrap();
     let shown = prompt(&model, &[message("user", "fix it")]);
     assert_eq!(shown.matches("<|im_end|>").count(), 1, "{shown}");
 }
@@ -145,7 +145,7 @@ fn a_message_with_the_text_of_our_placeholder_does_not_shift_the_prompt() {
         tools: vec![json!({"function": {"name": "bash", "description": text}})],
         ..ChatOptions::default()
     };
-    let model = model(&format!("{{{{- tools | tojson -}}}}{PLAIN}"), json!({}), options).unwrap();
+    let model = model(&format!("{{{{- tools | tojson -}}}}{PLAIN}"), &json!({}), options).unwrap();
     let delta = model.delta(&[message("tool", text)], Some(model.end_of_turn())).unwrap();
     assert_eq!(
         model.decode(&delta).unwrap(),
@@ -162,7 +162,7 @@ fn the_setting_switches_thinking() {
     let opening = opening_messages(None, "fix the bug");
     let end = |template: &str, thinking| {
         let options = ChatOptions { thinking, ..ChatOptions::default() };
-        model(template, json!({}), options).map(|model| prompt(&model, &opening))
+        model(template, &json!({}), options).map(|model| prompt(&model, &opening))
     };
     let without = "<|im_start|>assistant\n";
     let off = "<|im_start|>assistant\n<think>\n\n</think>\n\n";

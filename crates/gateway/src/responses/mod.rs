@@ -12,6 +12,8 @@ use crate::sampler::{Dialect, SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use bytes::Bytes;
+#[cfg(test)]
+pub(crate) use opaque::encoded;
 use serde_json::{Value, json};
 use tools::ToolNames;
 

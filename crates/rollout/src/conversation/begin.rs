@@ -160,6 +160,7 @@ impl Conversation {
         let room = ask.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
         let turn = u32::try_from(turn).unwrap_or(u32::MAX);
         let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
-        Ok(Planned { branch, line, tail, id, room, live: None })
+        let overridden = Arc::clone(&ask.overridden);
+        Ok(Planned { branch, line, tail, id, room, live: None, overridden })
     }
 }

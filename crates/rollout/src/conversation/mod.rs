@@ -91,6 +91,8 @@ struct Planned {
     room: usize,
     /// The reply's text for clients that read it as a stream.
     live: Option<Arc<LiveText>>,
+    /// Fields of the request that something else decides.
+    overridden: Arc<[String]>,
 }
 
 /// A generation that has run.
@@ -103,6 +105,7 @@ struct Generated {
     sampled: Result<(Finish, usize, usize), NoReply>,
     /// The tools of its request.
     tools: Arc<Vec<serde_json::Value>>,
+    overridden: Arc<[String]>,
 }
 
 /// Why an attempt is broken whose agent did not ask again for a reply that it got a part of.
@@ -226,7 +229,7 @@ impl Conversation {
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
     async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
-        let Planned { branch, mut line, tail, id, room, live } = planned;
+        let Planned { branch, mut line, tail, id, room, live, overridden } = planned;
         // A panic must not leave the client waiting.
         let _answered = AnswerAtEnd(Arc::clone(&served));
         let prompt_tokens = line.buffer.prompt_len();
@@ -237,7 +240,7 @@ impl Conversation {
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
         let tools = past.tools();
-        let generated = Generated { branch, line, id, elapsed, sampled, tools };
+        let generated = Generated { branch, line, id, elapsed, sampled, tools, overridden };
         let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
@@ -269,7 +272,7 @@ impl Conversation {
 
     /// Stores a generation in its branch and answers its request.
     fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
-        let Generated { branch, line, id, elapsed, sampled, tools } = generated;
+        let Generated { branch, line, id, elapsed, sampled, tools, overridden } = generated;
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
@@ -314,6 +317,9 @@ impl Conversation {
                 target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
                 target.line = line;
                 state.log(text, &reply, asked, elapsed);
+                if let Some(turn) = state.turns.last_mut() {
+                    turn.overridden = overridden.to_vec();
+                }
                 served.answer(Ok(Arc::new(reply)));
             }
             Err(no_reply) => {
@@ -450,6 +456,7 @@ impl State {
             generate_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
             exec_ms: 0,
             fork: None,
+            overridden: Vec::new(),
         });
     }
 }

@@ -81,7 +81,9 @@ impl Conversation {
         let mut message = said.message.clone();
         if message.role == "assistant" {
             message.content = self.calls.chat.break_control_texts(&message.content);
-            if let Some(thinking) = &said.reasoning {
+            if self.calls.chat.shown_extras().reasoning {
+                message.extra.reasoning.clone_from(&said.reasoning);
+            } else if let Some(thinking) = &said.reasoning {
                 let thinking = self.calls.chat.break_control_texts(thinking);
                 message.content = format!("<think>\n{thinking}\n</think>\n\n{}", message.content);
             }

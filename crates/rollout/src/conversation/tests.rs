@@ -109,6 +109,7 @@ pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
         stops: Arc::default(),
         sample: 0,
         repeats: false,
+        overridden: Arc::default(),
     })
 }
 

@@ -123,7 +123,7 @@ fn rendered(entry: &Entry) -> Message {
     let message = |role: &str, content: String| Message {
         role: role.to_owned(),
         content,
-        tool_calls: Vec::new(),
+        ..Message::default()
     };
     match entry {
         Entry::System(text) => message("system", text.clone()),
