@@ -21,9 +21,10 @@ pub(super) fn page() -> String {
     // Writing to a string does not fail.
     let _ = write!(
         page,
-        "The overridden fields of a request are listed in the header `{HEADER}` of its reply, and recorded with its\n\
-         turn. So are fields that are in no table. `thinking` is listed if a request switches thinking and the chat\n\
-         template has no switch, or `rollout.thinking` decides.\n"
+        "The overridden fields of a request are listed in the header `{HEADER}` of its reply, recorded with its\n\
+         turn, and counted in each step's metrics (`overridden_fields`). So are fields that are in no table.\n\
+         `thinking` is listed if a request switches thinking and the chat template has no switch, or\n\
+         `rollout.thinking` decides.\n"
     );
     for table in [CHAT, RESPONSES, MESSAGES, TOKENS] {
         section(&mut page, &table);
