@@ -11,9 +11,9 @@ check:
     ./scripts/lint-language
     cargo nextest run --workspace --locked -E 'not (test(/(^|::)docker_/) or binary(/^docker_/))'
 
-# Rewrite generated files (schema, settings, metrics and commands pages, Python tables) and recorded texts.
+# Rewrite generated files (schema, pages of settings, metrics, commands and fields, Python tables) and recorded texts.
 regenerate:
-    ORCHESTRATE_REGENERATE=1 INSTA_UPDATE=always cargo nextest run --locked -p orchestrate-cli -p orchestrate-metrics -p orchestrate-handoff
+    ORCHESTRATE_REGENERATE=1 INSTA_UPDATE=always cargo nextest run --locked -p orchestrate-cli -p orchestrate-gateway -p orchestrate-metrics -p orchestrate-handoff
 
 # Format the Rust code.
 fmt:

@@ -55,7 +55,7 @@ fn folder() -> &'static Folder {
 }
 
 fn user(content: &str) -> Message {
-    Message { role: "user".to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: "user".to_owned(), content: content.to_owned(), ..Message::default() }
 }
 
 /// Loads the folder with one file changed.

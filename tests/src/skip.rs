@@ -21,6 +21,7 @@
 //! | `swe-rows` | real rows and runs of SWE-bench's family, in the folder `ORCHESTRATE_SWE_ROWS` |
 //! | `swesmith` | a Python with the package `swesmith`, in `ORCHESTRATE_SWESMITH_PYTHON` |
 //! | `sinks` | a Python with `tensorboard`, `pandas` and `pyarrow` in `ORCHESTRATE_SINKS_PYTHON`, or `prometheus` and `promtool`, in the folder `ORCHESTRATE_PROMETHEUS` or on the search path; `scripts/test` provides both |
+//! | `templates` | a folder of chat templates (`*.jinja`) in `ORCHESTRATE_TEMPLATES`, or a Python with `transformers` and `jinja2` in `ORCHESTRATE_TRANSFORMERS_PYTHON` |
 //! | `qwen3` | the folder of Qwen3's tokenizer in `ORCHESTRATE_QWEN3` |
 
 use std::io::Write as _;

@@ -104,6 +104,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         truncated_episodes: Some(truncated as u64),
         suspicious: Some(suspicious(members)),
         forks: Some(forks(members)).filter(|forks| !forks.is_empty()),
+        overridden_fields: Some(overridden_fields(members)).filter(|fields| !fields.is_empty()),
         worker_metrics: Some(worker_metrics(members)).filter(|means| !means.is_empty()),
         turns_mean: mean(members.iter().map(|m| m.summary.turns as f64)),
         response_tokens_mean: mean(members.iter().map(|m| m.summary.response_tokens as f64)),
@@ -146,6 +147,15 @@ fn forks(members: &[SealedMember]) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     for (cause, number) in members.iter().flat_map(|member| &member.summary.forks) {
         *counts.entry(cause.name().to_owned()).or_default() += number;
+    }
+    counts
+}
+
+/// Requests with an overridden field, by field; only fields that occur.
+fn overridden_fields(members: &[SealedMember]) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for (field, number) in members.iter().flat_map(|member| &member.summary.overridden_fields) {
+        *counts.entry(field.clone()).or_default() += number;
     }
     counts
 }

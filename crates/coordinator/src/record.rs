@@ -112,6 +112,9 @@ pub struct EpisodeSummary {
     /// Branches that began after the first, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub forks: BTreeMap<ForkCause, u64>,
+    /// Requests of the agent with a field that something else decided, by field.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub overridden_fields: BTreeMap<String, u64>,
     /// Numbers that an external worker returned with its reward, by name. All are finite.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub metrics: BTreeMap<String, f64>,
@@ -136,6 +139,15 @@ fn to_stored_branch(branch: EpisodeBranch) -> StoredBranch {
 fn oldest_version(trajectory: &Trajectory) -> Option<PolicyVersion> {
     let oldest = trajectory.policy_versions().iter().min()?;
     u64::try_from(*oldest).ok().map(PolicyVersion)
+}
+
+/// Turns with an overridden field, by field.
+fn overridden_fields(turns: &[TurnLog]) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for field in turns.iter().flat_map(|turn| &turn.overridden) {
+        *counts.entry(field.clone()).or_default() += 1;
+    }
+    counts
 }
 
 /// An attempt's report as it is stored. `want_routing` says whether rows were requested.
@@ -174,6 +186,7 @@ pub(crate) fn to_record(
         cacheable_tokens: report.cacheable_tokens,
         timings: report.timings,
         forks: report.forks,
+        overridden_fields: overridden_fields(&report.turns),
         metrics: report.metrics,
         suspicious: report.verdict.as_ref().map(|v| v.suspicious.clone()).unwrap_or_default(),
     };

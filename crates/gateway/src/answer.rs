@@ -1,6 +1,7 @@
 //! From an HTTP request to its reply: body, sampling, keep-alives, and the receipt.
 
 use crate::episode::Episode;
+use crate::fields;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Receipt, SampleError, SampleRequest, Sampled};
@@ -8,7 +9,7 @@ use crate::text::{Sent, ShownText, TextSink};
 use crate::wire::{Envelope, Purpose, Wire};
 use axum::body::{Body, to_bytes};
 use axum::extract::{Extension, Request, State};
-use axum::http::{HeaderMap, HeaderName, header};
+use axum::http::{HeaderMap, HeaderName, HeaderValue, header};
 use axum::response::{IntoResponse as _, Response};
 use bytes::Bytes;
 use futures::future::{BoxFuture, FutureExt as _, try_join_all};
@@ -67,6 +68,7 @@ async fn try_sample<W: Wire>(
 ) -> Result<Response, Problem> {
     let (request, wire) = read::<W>(options, episode, request, Purpose::Sample).await?;
     let envelope = envelope(episode);
+    let overridden = request.overridden.header();
     // Of several replies, or one with its tokens, nothing is sent before the end.
     let shows_text = wire.streams() && wire.replies() == 1 && !request.logprobs;
     let (sink, text) = shows_text.then(TextSink::new).unzip();
@@ -75,7 +77,7 @@ async fn try_sample<W: Wire>(
         let replies = sampling.await?;
         let body = Bytes::from(wire.reply(&envelope, &replies).to_string());
         let body = Body::from_stream(Frames::of(vec![body], replies).stream());
-        return Ok(with_headers(body, "application/json", &envelope));
+        return Ok(with_headers(body, "application/json", &envelope, overridden));
     }
     let keep_alive = options.keep_alive;
     let mut live = Live {
@@ -92,7 +94,7 @@ async fn try_sample<W: Wire>(
         Next::Ended(result) => live.last(Ok(result?)).stream().boxed(),
         Next::Frame(first) => stream::iter([Ok(first)]).chain(live.stream()).boxed(),
     };
-    Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope))
+    Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope, overridden))
 }
 
 /// The metadata of a reply: id, model and creation time.
@@ -114,6 +116,9 @@ async fn read<W: Wire>(
     let (body, repeats) = body_of(options, episode, request).await?;
     let (mut request, wire) = W::parse(&body, purpose)?;
     request.repeats = repeats;
+    if request.thinking.is_some_and(|wanted| !episode.sampler().switches_thinking(wanted)) {
+        request.overridden.add_thinking();
+    }
     Ok((request, wire))
 }
 
@@ -174,6 +179,7 @@ pub(crate) fn with_headers(
     body: Body,
     content_type: &'static str,
     envelope: &Envelope,
+    overridden: Option<String>,
 ) -> Response {
     let id = format!("req_{}", envelope.id);
     let headers = [
@@ -183,7 +189,11 @@ pub(crate) fn with_headers(
         (HeaderName::from_static("x-request-id"), id.as_str()),
         (HeaderName::from_static("request-id"), id.as_str()),
     ];
-    (headers, body).into_response()
+    let mut response = (headers, body).into_response();
+    if let Some(Ok(overridden)) = overridden.map(HeaderValue::try_from) {
+        response.headers_mut().insert(HeaderName::from_static(fields::HEADER), overridden);
+    }
+    response
 }
 
 /// What is left to send of a reply, and who is told at its end.

@@ -174,23 +174,6 @@ pub(crate) fn known(choice: ToolChoice, tools: &[Tool]) -> Result<ToolChoice, Pr
     }
 }
 
-/// Whether a value says something: not absent, null, false, empty or zero.
-pub(crate) fn says(value: Option<&Value>) -> bool {
-    match value {
-        None | Some(Value::Null | Value::Bool(false)) => false,
-        Some(Value::Object(map)) => !map.is_empty(),
-        Some(Value::Array(list)) => !list.is_empty(),
-        Some(Value::String(text)) => !text.is_empty(),
-        Some(Value::Number(number)) => number.as_f64() != Some(0.0),
-        Some(Value::Bool(true)) => true,
-    }
-}
-
-/// Whether a `response_format` or `text.format` asks for anything but text.
-pub(crate) fn structured(format: Option<&Value>) -> bool {
-    says(format) && format.and_then(|format| format.get("type")).is_none_or(|kind| kind != "text")
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;

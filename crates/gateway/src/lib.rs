@@ -32,6 +32,8 @@
 //! * Messages: consecutive messages of one role are one turn; results of tools come before the text
 //!   of the same turn. `system` messages in the middle stay there. The system block that states
 //!   Claude Code's version (`x-anthropic-billing-header`) is left out.
+//! * Results follow the reply whose calls they answer, in the order of the calls. A call without a result,
+//!   a second result, and a result of a call that the reply before it does not have are refused.
 //! * Arguments of calls keep the client's text and are compared as JSON. Messages carries objects:
 //!   arguments that are not an object are sent as `{"arguments": TEXT}`.
 //! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. The
@@ -39,31 +41,19 @@
 //!
 //! # Fields
 //!
-//! Fields that are not listed are ignored. A field of a wrong type is an error that names it.
+//! The tables of `fields` say for each field of each dialect whether it is honoured, overridden or refused;
+//! `docs/src/fields.md` is generated from them. A field of a wrong type is an error that names it.
 //!
-//! | Field | Chat | Responses | Messages |
-//! |---|---|---|---|
-//! | `stream`, tools, `tool_choice` | honoured | honoured | honoured |
-//! | token limit | `max_completion_tokens`, else `max_tokens` | `max_output_tokens` | `max_tokens` (required) |
-//! | stop strings | `stop` | | `stop_sequences` |
-//! | `temperature`, `top_p` | recorded; the run decides | recorded; the run decides | recorded; the run decides |
-//! | thinking | `enable_thinking`, `chat_template_kwargs.enable_thinking`, `reasoning_effort` | `reasoning.effort` | `thinking.type` |
-//! | number of replies | `n` up to 128; `best_of` refused | | |
-//! | `logprobs` | of every sampled token, thinking and markers included; `top_logprobs` lists the sampled token alone | ignored | |
-//! | `stream_options.include_usage` | honoured | | |
-//! | `include` | | `reasoning.encrypted_content`; others ignored | |
-//! | `seed`, penalties, `top_k`, `service_tier`, `parallel_tool_calls`, `disable_parallel_tool_use`, `truncation`, caching, `metadata`, `store` | ignored | ignored | ignored |
-//! | format other than text | `response_format` refused | `text.format` refused | `output_format`, `output_config.format` refused |
-//! | state on the server | | `previous_response_id`, `conversation`, `prompt`, `background`, `item_reference` refused: a request holds its whole history | `thread` (the client then sends whole histories), `container`, `compaction` refused |
-//! | images, audio, files | refused | refused | refused |
-//! | older forms | `functions`, `function_call`, role `function` refused | | |
-//! | `logit_bias`, `web_search_options`, `audio` | refused | | |
-//! | tools of the vendor's servers | refused | left out | left out; `mcp_servers` refused |
-//! | tools that the vendor defines and the client runs | refused | `local_shell`, `shell`, `apply_patch` refused | `bash_…`, `text_editor_…`, `computer_…`, `memory_…`, `browser_…` refused |
-//! | tools with free text (`custom`) | refused | a function with one string, `input`, whose description has the grammar | |
-//! | `namespace` of tools | | `NAMESPACE__NAME` for the model | |
-//! | tools with `defer_loading` | | | left out |
-//! | thinking in the history | `reasoning_content`, else `reasoning` | items | blocks |
+//! * Chat: `max_completion_tokens` comes before `max_tokens`, and there are up to 128 replies (`n`). `logprobs`
+//!   are of every sampled token, thinking and markers included; `top_logprobs` lists the sampled token alone.
+//! * Thinking: `enable_thinking`, then `chat_template_kwargs`, `thinking.type` and `reasoning_effort`;
+//!   `reasoning.effort` of Responses; `thinking.type` of Messages.
+//! * `tool_choice`: `none` hides the tools. `required` or a name is not enforced.
+//! * Images, audio and files are refused. Tools of the vendor's servers are left out, and refused in Chat.
+//!   Tools that the vendor defines and the client runs are refused: `local_shell`, `shell`, `apply_patch`;
+//!   `bash_…`, `text_editor_…`, `computer_…`, `memory_…`, `browser_…`. Tools with `defer_loading` are left out.
+//! * Responses: a tool with free text (`custom`) is a function with one string, `input`, whose description has
+//!   the grammar; one of a `namespace` is `NAMESPACE__NAME` for the model.
 //!
 //! Thinking is sent back to the client whenever the model wrote some. A client's key is ignored
 //! unless [`GatewayOptions::require_key`] is set. Compressed bodies are refused.
@@ -91,6 +81,7 @@ mod config;
 mod connection;
 mod content;
 mod episode;
+mod fields;
 mod message;
 mod messages;
 mod offers;
@@ -112,6 +103,7 @@ mod round_trip;
 pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
+pub use fields::Overridden;
 pub use message::{Message, Role, ToolCall};
 pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};
 pub use options::GatewayOptions;

@@ -1,5 +1,6 @@
 //! The internal form of a history, equal for equal histories of every dialect.
 
+use crate::problem::Problem;
 use serde_json::Value;
 
 /// Who wrote a message.
@@ -28,6 +29,8 @@ pub struct Message {
     pub tool_calls: Vec<ToolCall>,
     /// The call that a [`Role::Tool`] message answers.
     pub tool_call_id: Option<String>,
+    /// Name of the user, or of the tool that was called.
+    pub name: Option<String>,
 }
 
 impl Message {
@@ -39,6 +42,7 @@ impl Message {
             reasoning: None,
             tool_calls: Vec::new(),
             tool_call_id: None,
+            name: None,
         }
     }
 
@@ -121,9 +125,158 @@ impl History {
     }
 }
 
+/// A history in which each call is followed by its result: after the message with the calls, in their
+/// order. Clients send results of parallel calls as they arrive, and templates show them without their
+/// ids. `field` has the history.
+///
+/// A result belongs to a call of the replies right before it; ids may repeat in other turns.
+///
+/// # Errors
+/// If a call has no result or several, or a result has no call.
+pub(crate) fn answered(messages: Vec<Message>, field: &str) -> Result<Vec<Message>, Problem> {
+    let mut ordered = Vec::with_capacity(messages.len());
+    let mut turn = Turn::default();
+    for message in messages {
+        match message.role {
+            Role::Assistant => {
+                if turn.is_followed {
+                    std::mem::take(&mut turn).finish(&mut ordered, field)?;
+                }
+                let results = message.tool_calls.iter().map(|_| None).collect();
+                turn.replies.push((message, results));
+            }
+            Role::Tool => turn.add(message, field)?,
+            Role::System | Role::User => {
+                turn.is_followed = true;
+                turn.others.push(message);
+            }
+        }
+    }
+    turn.finish(&mut ordered, field)?;
+    Ok(ordered)
+}
+
+/// Replies in a row, and what follows them.
+#[derive(Debug, Default)]
+struct Turn {
+    /// Each with the results of its calls.
+    replies: Vec<(Message, Vec<Option<Message>>)>,
+    others: Vec<Message>,
+    /// Whether something follows the replies. A history may end with calls.
+    is_followed: bool,
+}
+
+impl Turn {
+    /// Adds a result.
+    fn add(&mut self, result: Message, field: &str) -> Result<(), Problem> {
+        self.is_followed = true;
+        let id = result.tool_call_id.clone().unwrap_or_default();
+        let slots = self.replies.iter_mut().flat_map(|(reply, results)| {
+            let ids = reply.tool_calls.iter().map(|call| call.id.as_str());
+            ids.zip(results.iter_mut()).collect::<Vec<_>>()
+        });
+        let (mut known, mut free) = (false, None);
+        for (_, slot) in slots.filter(|(call, _)| *call == id) {
+            known = true;
+            if slot.is_none() {
+                free.get_or_insert(slot);
+            }
+        }
+        match free {
+            Some(slot) => {
+                *slot = Some(result);
+                Ok(())
+            }
+            None if known => {
+                Err(Problem::field(field, format!("the call `{id}` has more than one result")))
+            }
+            None => Err(Problem::field(
+                field,
+                format!("there is a result for `{id}`, but the reply before it has no such call"),
+            )),
+        }
+    }
+
+    /// Appends the messages in order.
+    fn finish(self, ordered: &mut Vec<Message>, field: &str) -> Result<(), Problem> {
+        for (reply, results) in self.replies {
+            let ids = reply.tool_calls.iter().map(|call| &call.id);
+            let open = |(_, result): &(&String, &Option<Message>)| result.is_none();
+            if let Some((id, _)) = ids.zip(&results).find(open).filter(|_| self.is_followed) {
+                let problem = format!("the call `{id}` has no result; every call needs one");
+                return Err(Problem::field(field, problem));
+            }
+            ordered.push(reply);
+            ordered.extend(results.into_iter().flatten());
+        }
+        ordered.extend(self.others);
+        Ok(())
+    }
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    fn reply(ids: &[&str]) -> Message {
+        let call = |id: &&str| ToolCall { id: (*id).into(), ..call("{}") };
+        Message { tool_calls: ids.iter().map(call).collect(), ..Message::new(Role::Assistant, "") }
+    }
+
+    #[test]
+    fn results_are_in_the_order_of_their_calls() {
+        let user = || Message::new(Role::User, "u");
+        let result = |id: &str, text: &str| Message::tool(id, text);
+        let in_order = vec![
+            user(),
+            reply(&["a", "b"]),
+            result("a", "1"),
+            result("b", "2"),
+            user(),
+            reply(&["a"]),
+            result("a", "3"),
+        ];
+        let swapped = vec![
+            user(),
+            reply(&["a", "b"]),
+            result("b", "2"),
+            user(),
+            result("a", "1"),
+            reply(&["a"]),
+            result("a", "3"),
+        ];
+        assert_eq!(answered(in_order.clone(), "input").unwrap(), in_order);
+        assert_eq!(answered(swapped, "input").unwrap(), in_order);
+        let ends_with_calls = vec![user(), reply(&["a", "b"])];
+        assert_eq!(answered(ends_with_calls.clone(), "input").unwrap(), ends_with_calls);
+        // Two replies in a row, as items of Responses can be.
+        let apart = vec![reply(&["a"]), reply(&["b"]), result("b", "2"), result("a", "1"), user()];
+        let joined = vec![reply(&["a"]), result("a", "1"), reply(&["b"]), result("b", "2"), user()];
+        assert_eq!(answered(apart, "input").unwrap(), joined);
+    }
+
+    #[test]
+    fn results_without_a_call_and_calls_without_a_result_are_named() {
+        let result = |id: &str| Message::tool(id, "x");
+        for (history, problem) in [
+            (vec![reply(&["a", "b"]), result("b")], "`a` has no result"),
+            (vec![reply(&["a"]), Message::new(Role::User, "u")], "`a` has no result"),
+            (vec![reply(&["a"]), result("a"), result("x")], "result for `x`"),
+            (vec![reply(&["a"]), result("a"), result("a")], "`a` has more than one result"),
+            (vec![reply(&["a"]), result("a"), reply(&[]), result("a")], "result for `a`"),
+            (vec![result("a")], "result for `a`"),
+            // A result of a later turn does not belong to an earlier one.
+            (
+                vec![reply(&["a"]), result("a"), reply(&["b"]), result("b"), result("a")],
+                "result for `a`",
+            ),
+            (vec![reply(&["a", "a"]), result("a")], "`a` has no result"),
+        ] {
+            let found = answered(history.clone(), "messages").unwrap_err();
+            assert!(found.message.contains(problem), "{history:?}: {}", found.message);
+            assert_eq!(found.field.as_deref(), Some("messages"));
+        }
+    }
 
     fn call(arguments: &str) -> ToolCall {
         ToolCall { id: "c".into(), name: "f".into(), arguments: arguments.into() }

@@ -1,6 +1,7 @@
 //! The seam: what the gateway asks of an episode, and what it is given.
 
 use crate::code::ErrorCode;
+use crate::fields::Overridden;
 use crate::message::{Message, ToolCall};
 use crate::text::TextSink;
 use async_trait::async_trait;
@@ -18,6 +19,12 @@ pub trait Sampler: Send + Sync + Debug {
 
     /// Longest sequence, in tokens.
     fn context(&self) -> usize;
+
+    /// Whether a request that asks for thinking (`true`) or declines it gets that.
+    fn switches_thinking(&self, wanted: bool) -> bool {
+        let _ = wanted;
+        true
+    }
 
     /// Samples one reply. A request for `n` replies makes `n` calls at the same time, with
     /// `sample` from 0 to n − 1. The future is dropped when the client goes away.
@@ -59,6 +66,8 @@ pub struct TokenRequest {
     pub rows_from: usize,
     /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
+    /// Fields of the request that something else decides.
+    pub overridden: Overridden,
 }
 
 /// A sampled reply as tokens.
@@ -127,6 +136,8 @@ pub struct SampleRequest {
     pub logprobs: bool,
     /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
+    /// Fields of the request that something else decides.
+    pub overridden: Overridden,
 }
 
 /// A tool that the client offers.

@@ -3,6 +3,7 @@
 
 use crate::answer::{Frames, body_of, envelope, note, with_headers};
 use crate::episode::Episode;
+use crate::fields;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Dialect, Finish, RoutedExperts, SampledTokens, TokenRequest};
@@ -11,27 +12,20 @@ use axum::extract::{Extension, Request, State};
 use axum::response::Response;
 use base64_simd::STANDARD;
 use bytes::Bytes;
-use serde::de::IgnoredAny;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
-/// The fields of a request that are read. All others are ignored, including sampling parameters,
-/// which the run decides.
+/// The fields of a request that are read; [`fields::TOKENS`] decides about all others.
 #[derive(Deserialize)]
 struct Wanted {
     token_ids: Vec<u32>,
     #[serde(default)]
     sampling_params: Parameters,
-    stream: Option<bool>,
-    /// Images and audio.
-    features: Option<IgnoredAny>,
-    content_parts: Option<IgnoredAny>,
 }
 
 #[derive(Deserialize, Default)]
 struct Parameters {
     max_tokens: Option<usize>,
-    n: Option<usize>,
     routed_experts_prompt_start: Option<usize>,
 }
 
@@ -108,41 +102,38 @@ async fn try_generate(
     let (body, repeats) = body_of(options, episode, request).await?;
     let request = TokenRequest { repeats, ..parse(&body)? };
     let prompt = Arc::clone(&request.token_ids);
+    let overridden = request.overridden.header();
     let sampled = episode.sampler().generate(request).await?;
     let envelope = envelope(episode);
     let body = reply(&envelope.id, prompt.len(), &sampled)?;
     let frames = Frames::new(vec![body], vec![sampled.receipt]);
-    Ok(with_headers(Body::from_stream(frames.stream()), "application/json", &envelope))
+    Ok(with_headers(Body::from_stream(frames.stream()), "application/json", &envelope, overridden))
 }
 
-fn parse(body: &[u8]) -> Result<TokenRequest, Problem> {
+pub(crate) fn parse(body: &[u8]) -> Result<TokenRequest, Problem> {
     if body.trim_ascii_start().first() != Some(&b'{') {
         return Err(Problem::new(Kind::Invalid, "the body must be a JSON object with `token_ids`"));
     }
     let wanted: Wanted =
         serde_path_to_error::deserialize(&mut serde_json::Deserializer::from_slice(body))
             .map_err(|error| Problem::field(error.path().to_string(), error.inner()))?;
-    let Wanted { token_ids, sampling_params, stream, features, content_parts } = wanted;
+    let Wanted { token_ids, sampling_params } = wanted;
+    let overridden = fields::check(body, &fields::TOKENS)?;
     if token_ids.is_empty() {
         return Err(Problem::field("token_ids", "a prompt has at least one token"));
     }
-    if stream == Some(true) {
-        return Err(Problem::unsupported("stream", "a stream", "the reply is one document"));
-    }
-    if features.is_some() || content_parts.is_some() {
-        let field = if features.is_some() { "features" } else { "content_parts" };
-        return Err(Problem::unsupported(field, "this field", "the model reads tokens alone"));
-    }
-    let Parameters { max_tokens, n, routed_experts_prompt_start } = sampling_params;
-    if n.is_some_and(|n| n != 1) {
-        let why = "send one request for each reply";
-        return Err(Problem::unsupported("sampling_params.n", "a number other than 1", why));
-    }
+    let Parameters { max_tokens, routed_experts_prompt_start } = sampling_params;
     if max_tokens == Some(0) {
         return Err(Problem::field("sampling_params.max_tokens", "must be at least 1"));
     }
     let rows_from = routed_experts_prompt_start.unwrap_or(0);
-    Ok(TokenRequest { token_ids: token_ids.into(), max_tokens, rows_from, repeats: false })
+    Ok(TokenRequest {
+        token_ids: token_ids.into(),
+        max_tokens,
+        rows_from,
+        repeats: false,
+        overridden,
+    })
 }
 
 fn reply(id: &str, prompt: usize, sampled: &SampledTokens) -> Result<Bytes, Problem> {

@@ -77,6 +77,9 @@ metrics_line! {
         /// Branches that began in conversations of agents with their own loop, by cause: `tools`, `opening`,
         /// `history`, `repeated`, `thinking`. Absent if none did.
         forks: BTreeMap<String, u64>, "branches by cause", healthy: "as many as the agent compacts its history or starts sub-agents; `history` in every episode means that it edits its history";
+        /// Requests of agents with a field that something else decided, by field, for example `temperature`
+        /// or `tool_choice`. Absent if there are none.
+        overridden_fields: BTreeMap<String, u64>, "requests by field", healthy: "as the agent sends them; `tool_choice` means that it expects calls which are not enforced";
         /// Numbers that external workers returned with their rewards, by name: the mean over the
         /// episodes that have the number. Absent if no episode has one.
         worker_metrics: BTreeMap<String, f64>, "any, by name", healthy: "as the environment defines them";

@@ -33,7 +33,7 @@ pub struct EpisodeRequest {
 }
 
 /// One message of a conversation, as chat templates read it.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 pub struct Message {
     /// `system`, `user`, `assistant` or `tool`.
     pub role: String,
@@ -43,6 +43,26 @@ pub struct Message {
     /// Tool calls of an `assistant` message.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub tool_calls: Vec<Action>,
+    /// What only some chat templates show.
+    #[serde(default, flatten)]
+    pub extra: MessageExtra,
+}
+
+/// The parts of a message that only some chat templates show.
+#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct MessageExtra {
+    /// Thinking of an `assistant` message, apart from its text.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub reasoning: Option<String>,
+    /// Ids of the tool calls, in their order; none, or as many as there are calls.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub call_ids: Vec<String>,
+    /// Id of the call that a `tool` message answers.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub tool_call_id: Option<String>,
+    /// Name of the user, or of the tool that a `tool` message answers for.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub name: Option<String>,
 }
 
 /// A tool call in the form that all scaffolds share.
@@ -70,6 +90,9 @@ pub struct TurnLog {
     /// Where the next turn's prompt forked from this turn's tokens, if it did.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub fork: Option<Fork>,
+    /// Fields of the agent's request that something else decided.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub overridden: Vec<String>,
 }
 
 /// How long each part of an attempt took, in seconds.
@@ -195,13 +218,13 @@ pub fn opening_messages(system_prompt: Option<&str>, problem_statement: &str) ->
         messages.push(Message {
             role: "system".to_owned(),
             content: text.to_owned(),
-            tool_calls: Vec::new(),
+            ..Message::default()
         });
     }
     messages.push(Message {
         role: "user".to_owned(),
         content: problem_statement.to_owned(),
-        tool_calls: Vec::new(),
+        ..Message::default()
     });
     messages
 }

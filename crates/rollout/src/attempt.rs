@@ -122,6 +122,7 @@ impl Attempt {
                 generate_ms,
                 exec_ms: 0,
                 fork: None,
+                overridden: Vec::new(),
             }),
         }
     }

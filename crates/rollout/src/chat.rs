@@ -11,11 +11,13 @@
 //! Read [`crate::prefix`] next (what templates do with earlier turns), then [`crate::expert`],
 //! which builds training data with the same functions.
 
-use crate::api::{Action, Message};
+use crate::api::{Action, Message, MessageExtra};
 use crate::codec::Codec;
+use crate::model_files::{TOKENIZER_CONFIG, json_file, malformed, special_tokens, template_source};
 use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
-use crate::template::{ChatTemplate, tools_value, with_strings};
+use crate::system_messages::SystemMessages;
+use crate::template::{ChatTemplate, ShownExtras, TemplateInput, with_strings};
 use crate::tool_format::ToolFormat;
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -84,6 +86,18 @@ pub enum ChatErrorKind {
          describes the tools"
     )]
     UnknownToolFormat,
+    /// The template reads a special token that the tokenizer does not declare.
+    #[error(
+        "the chat template reads {0}, which neither tokenizer_config.json nor special_tokens_map.json \
+         declares; add it there (null if the tokenizer has none), or prompts would lack it"
+    )]
+    UnknownVariable(String),
+    /// A setting asks for thinking or for none, and the template cannot be told.
+    #[error(
+        "rollout.thinking is set, but the chat template has no switch for thinking (enable_thinking or \
+         thinking); remove the setting, or use a template with a switch"
+    )]
+    NoThinkingSwitch,
 }
 
 /// An error of a model's tokenizer or chat template.
@@ -106,6 +120,9 @@ pub struct ChatOptions {
     pub scaffold: Scaffold,
     /// Content of earlier turns in prompts.
     pub history: History,
+    /// Whether the model is asked to think; `None` leaves it to each request of an agent, and else to
+    /// the template.
+    pub thinking: Option<bool>,
 }
 
 /// A tokenizer with its chat template.
@@ -118,7 +135,10 @@ pub struct ChatModel {
     pub(crate) codec: Codec,
     pub(crate) template: ChatTemplate,
     pub(crate) options: ChatOptions,
-    pub(crate) thinking: EarlierThinking,
+    /// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
+    pub(crate) thinking: Vec<(Option<bool>, Result<EarlierThinking, String>)>,
+    system_messages: SystemMessages,
+    shown_extras: ShownExtras,
     tool_format: Option<ToolFormat>,
     end_of_turn: TokenId,
     end_of_turn_text: String,
@@ -126,8 +146,8 @@ pub struct ChatModel {
     control_texts: Vec<String>,
     /// Searches for all of them at once: observations are long and nearly none has any.
     any_control_text: AhoCorasick,
-    /// The tools of `options`, as the template reads them.
-    tools: minijinja::Value,
+    /// The tools and the switch of `options`, as the template reads them.
+    pub(crate) input: TemplateInput,
 }
 
 impl ChatModel {
@@ -157,7 +177,9 @@ impl ChatModel {
     pub fn load_for(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatError> {
         let run = || {
             let mut model = Self::read(folder, options)?;
-            model.thinking = model.detect_thinking()?;
+            let earlier = model.detect_thinking(&model.input)?;
+            model.thinking.push((model.input.thinking, Ok(earlier)));
+            model.add_requested_thinking();
             let format = ToolFormat::of(|calls| model.assistant_text("", calls));
             let reads_calls = match model.options.scaffold {
                 Scaffold::Tools => !model.options.tools.is_empty(),
@@ -177,8 +199,16 @@ impl ChatModel {
     fn read(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatErrorKind> {
         let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
             .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
-        let config = json_file(folder, "tokenizer_config.json")?;
-        let template = ChatTemplate::new(&template_source(folder, &config)?)?;
+        let config = json_file(folder, TOKENIZER_CONFIG)?;
+        let special = special_tokens(folder, &config)?;
+        let template = ChatTemplate::with_variables(&template_source(folder, &config)?, &special)?;
+        let is_unknown = |name: &&str| name.ends_with("_token") && !special.contains_key(*name);
+        if let Some(name) = template.reads().filter(is_unknown).min() {
+            return Err(ChatErrorKind::UnknownVariable(name.to_owned()));
+        }
+        if options.thinking.is_some() && !template.switches_thinking() {
+            return Err(ChatErrorKind::NoThinkingSwitch);
+        }
 
         let mut stop_token_ids = Vec::new();
         if folder.join("generation_config.json").is_file() {
@@ -208,26 +238,37 @@ impl ChatModel {
             AhoCorasick::new(&control_texts).map_err(|e| malformed("tokenizer.json", e))?;
         let mut model = Self {
             any_control_text,
-            tools: minijinja::Value::UNDEFINED,
+            input: TemplateInput::new(&[], options.thinking),
             folder: folder.to_owned(),
             prompts: Mutex::new(LruCache::new(CACHED_PROMPTS)),
             codec: Codec::new(tokenizer),
             template,
             options,
-            thinking: EarlierThinking::Kept,
+            thinking: Vec::new(),
+            system_messages: SystemMessages::ANY,
+            shown_extras: ShownExtras::default(),
             tool_format: None,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
             control_texts,
         };
-        // A tool server's description could otherwise inject turns, like a message.
-        let safe = |tool| with_strings(tool, &|text| model.break_control_texts(text));
-        let tools: Vec<_> = model.options.tools.iter().map(safe).collect();
-        model.tools = tools_value(&tools);
-        model.options.tools = tools;
+        model.options.tools = model.safe_tools(&model.options.tools);
+        model.input = TemplateInput::new(&model.options.tools, model.options.thinking);
+        let probe = TemplateInput::new(&[], model.options.thinking);
+        model.system_messages =
+            SystemMessages::of(|messages| model.template.render_input(messages, &probe, true));
+        if !model.system_messages.allows_all() {
+            let rule = model.system_messages;
+            tracing::info!(
+                ?rule,
+                "system messages that the chat template does not allow are merged or \
+                become messages of the user"
+            );
+        }
+        model.shown_extras = model.template.shown_extras();
         let role = model.options.scaffold.observation_role();
-        let closing = model.text_after_turn(&[message(role, "x")])?;
+        let closing = model.text_after_turn(&[message(role, "x")], &model.input)?;
         let found = model.stop_token_ids.iter().find_map(|&id| {
             let text = model.codec.tokenizer().id_to_token(id)?;
             closing.starts_with(&text).then_some((id, text))
@@ -254,8 +295,13 @@ impl ChatModel {
     /// Whether the template shows the tools that it is given.
     pub fn shows_tools(&self) -> bool {
         let opening = [message("user", "x")];
-        let shown = |tools| self.render_with(&opening, tools).ok();
-        shown(&self.tools) != shown(&tools_value(&[]))
+        let shown = |input| self.render_with(&opening, input).ok();
+        shown(&self.input) != shown(&TemplateInput::new(&[], self.input.thinking))
+    }
+
+    /// Parts of messages that prompts show.
+    pub(crate) fn shown_extras(&self) -> ShownExtras {
+        self.shown_extras
     }
 
     /// The token that closes an assistant turn in the template.
@@ -286,17 +332,17 @@ impl ChatModel {
     /// # Errors
     /// If the template or the tokenizer fails.
     pub fn prompt(&self, messages: &[Message]) -> Result<Arc<[TokenId]>, ChatError> {
-        self.prompt_with(messages, &self.tools)
+        self.prompt_with(messages, &self.input)
     }
 
-    /// Like [`Self::prompt`], with these tools instead of the model's.
+    /// Like [`Self::prompt`], with this input instead of the model's.
     pub(crate) fn prompt_with(
         &self,
         messages: &[Message],
-        tools: &minijinja::Value,
+        input: &TemplateInput,
     ) -> Result<Arc<[TokenId]>, ChatError> {
         let run = || {
-            let text = self.render_with(messages, tools)?;
+            let text = self.render_with(messages, input)?;
             let prompts = || self.prompts.lock().unwrap_or_else(PoisonError::into_inner);
             if let Some(known) = prompts().get(&text) {
                 return Ok(Arc::clone(known));
@@ -321,18 +367,18 @@ impl ChatModel {
         new_messages: &[Message],
         last_sampled: Option<TokenId>,
     ) -> Result<Vec<TokenId>, ChatError> {
-        self.delta_with(new_messages, last_sampled, &self.tools)
+        self.delta_with(new_messages, last_sampled, &self.input)
     }
 
-    /// Like [`Self::delta`], with these tools instead of the model's.
+    /// Like [`Self::delta`], with this input instead of the model's.
     pub(crate) fn delta_with(
         &self,
         new_messages: &[Message],
         last_sampled: Option<TokenId>,
-        tools: &minijinja::Value,
+        input: &TemplateInput,
     ) -> Result<Vec<TokenId>, ChatError> {
         let run = || {
-            let text = self.text_after_turn_with(new_messages, tools)?;
+            let text = self.text_after_turn(new_messages, input)?;
             let is_closed = last_sampled == Some(self.end_of_turn);
             let rest = if is_closed { text.strip_prefix(&self.end_of_turn_text) } else { None };
             self.encode_inner(rest.unwrap_or(&text))
@@ -392,19 +438,21 @@ impl ChatModel {
     pub(crate) fn text_after_turn(
         &self,
         new_messages: &[Message],
+        input: &TemplateInput,
     ) -> Result<String, ChatErrorKind> {
-        self.text_after_turn_with(new_messages, &self.tools)
-    }
-
-    fn text_after_turn_with(
-        &self,
-        new_messages: &[Message],
-        tools: &minijinja::Value,
-    ) -> Result<String, ChatErrorKind> {
-        let mut messages = vec![message("user", "x"), message("assistant", PLACEHOLDER)];
-        messages.extend_from_slice(new_messages);
-        let text = self.render_with(&messages, tools)?;
-        match text.split_once(PLACEHOLDER) {
+        let shown = |placeholder: &str| {
+            let mut messages = vec![message("user", "x"), message("assistant", placeholder)];
+            messages.extend_from_slice(new_messages);
+            self.render_with(&messages, input)
+        };
+        let mut placeholder = PLACEHOLDER.to_owned();
+        let mut text = shown(&placeholder)?;
+        // A tool or a message may have the same text.
+        while text.matches(&placeholder).nth(1).is_some() {
+            placeholder.push('-');
+            text = shown(&placeholder)?;
+        }
+        match text.split_once(&placeholder) {
             Some((_, after)) => Ok(after.to_owned()),
             None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
         }
@@ -419,6 +467,7 @@ impl ChatModel {
             role: "assistant".to_owned(),
             content: content.to_owned(),
             tool_calls: calls.to_vec(),
+            ..Message::default()
         };
         let text = self.render(&[opening, turn, message("tool", "x")])?;
         let shown = text.strip_prefix(&before).and_then(|t| t.split_once(&self.end_of_turn_text));
@@ -429,28 +478,63 @@ impl ChatModel {
     }
 
     pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
-        self.render_with(messages, &self.tools)
+        self.render_with(messages, &self.input)
     }
 
-    fn render_with(
+    pub(crate) fn render_with(
         &self,
         messages: &[Message],
-        tools: &minijinja::Value,
+        input: &TemplateInput,
     ) -> Result<String, ChatErrorKind> {
-        let safe: Vec<_> = messages.iter().map(|m| self.without_control_texts(m)).collect();
-        let safe = safe.iter().map(AsRef::as_ref);
-        Ok(self.template.render_with_tools(safe, tools.clone(), true)?)
+        let safe = self.without_control_tokens(messages);
+        let arranged = self.system_messages.arrange(safe);
+        Ok(self.template.render_input(&arranged, input, true)?)
     }
 
-    /// Breaks control tokens in messages of the environment with a space after their first character.
-    /// A file with the model's end-of-turn text in it could otherwise inject turns.
+    /// The input for an agent's tools, and for what its prompts ask for.
+    pub(crate) fn input_of(
+        &self,
+        tools: &[serde_json::Value],
+        thinking: Option<bool>,
+    ) -> TemplateInput {
+        TemplateInput::new(&self.safe_tools(tools), thinking)
+    }
+
+    /// Tools without control tokens: a description could otherwise inject turns, like a message.
+    fn safe_tools(&self, tools: &[serde_json::Value]) -> Vec<serde_json::Value> {
+        tools
+            .iter()
+            .map(|tool| with_strings(tool, &|text| self.break_control_texts(text)))
+            .collect()
+    }
+
+    /// The message without control tokens, except in the text of an assistant message, whose caller knows
+    /// whether the policy wrote it. A file with the model's end-of-turn text in it could otherwise inject
+    /// turns. The calls of such a message are always text for the model: where the policy wrote a control
+    /// token, there is no call.
     fn without_control_texts<'a>(&self, message: &'a Message) -> Cow<'a, Message> {
-        if message.role == "assistant" || !self.any_control_text.is_match(&message.content) {
+        let breaks_content =
+            message.role != "assistant" && self.any_control_text.is_match(&message.content);
+        let has_more = !message.tool_calls.is_empty() || message.extra != MessageExtra::default();
+        if !breaks_content && !has_more {
             return Cow::Borrowed(message);
         }
+        let text = |text: &String| self.break_control_texts(text);
+        let call = |call: &Action| Action {
+            name: text(&call.name),
+            arguments: with_strings(&call.arguments, &|text| self.break_control_texts(text)),
+        };
+        let MessageExtra { reasoning, call_ids, tool_call_id, name } = &message.extra;
         Cow::Owned(Message {
-            content: self.break_control_texts(&message.content),
-            ..message.clone()
+            role: message.role.clone(),
+            content: if breaks_content { text(&message.content) } else { message.content.clone() },
+            tool_calls: message.tool_calls.iter().map(call).collect(),
+            extra: MessageExtra {
+                reasoning: reasoning.as_ref().map(text),
+                call_ids: call_ids.iter().map(text).collect(),
+                tool_call_id: tool_call_id.as_ref().map(text),
+                name: name.as_ref().map(text),
+            },
         })
     }
 
@@ -480,7 +564,7 @@ impl ChatModel {
         self.codec.encode(text).map_err(ChatErrorKind::Tokenizer)
     }
 
-    fn error(&self, kind: ChatErrorKind) -> ChatError {
+    pub(crate) fn error(&self, kind: ChatErrorKind) -> ChatError {
         ChatError { folder: self.folder.clone(), kind }
     }
 }
@@ -491,36 +575,5 @@ fn is_tag(token: &str) -> bool {
 }
 
 pub(crate) fn message(role: &str, content: &str) -> Message {
-    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
-}
-
-fn malformed(
-    file: &'static str,
-    source: impl std::error::Error + Send + Sync + 'static,
-) -> ChatErrorKind {
-    ChatErrorKind::Malformed { file, source: Box::new(source) }
-}
-
-fn json_file(folder: &Utf8Path, name: &'static str) -> Result<serde_json::Value, ChatErrorKind> {
-    let text = fs_err::read_to_string(folder.join(name))?;
-    serde_json::from_str(&text).map_err(|e| malformed(name, e))
-}
-
-fn template_source(folder: &Utf8Path, config: &serde_json::Value) -> Result<String, ChatErrorKind> {
-    let file = folder.join("chat_template.jinja");
-    if file.is_file() {
-        return Ok(fs_err::read_to_string(file)?);
-    }
-    let template = config.get("chat_template");
-    let named = || {
-        let list = template?.as_array()?;
-        let default =
-            |entry: &&serde_json::Value| entry.get("name").is_some_and(|name| name == "default");
-        list.iter().find(default)?.get("template")?.as_str()
-    };
-    let source = template.and_then(|t| t.as_str()).or_else(named);
-    source.map(ToOwned::to_owned).ok_or(ChatErrorKind::Incomplete {
-        file: "tokenizer_config.json",
-        problem: "has no chat_template, and the folder has no chat_template.jinja",
-    })
+    Message { role: role.to_owned(), content: content.to_owned(), ..Message::default() }
 }

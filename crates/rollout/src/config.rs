@@ -54,6 +54,10 @@ settings! {
     /// `template`, every turn with thinking forks the conversation, and only what was sampled after
     /// the last fork is trained on.
     history: History = History::default();
+    /// Whether the chat template asks the model to think (its variable `enable_thinking` or `thinking`).
+    /// Unset, each request of an agent decides, and else the template's default. Set, the requests of
+    /// agents do not decide.
+    thinking: Option<bool> = None => "each request decides, else the chat template";
     /// Text of the system message before the task; `{workdir}` stands for the repository's folder.
     system_prompt: Option<String> = None => "the scaffold's own; `tools` has none";
     /// Text of the task's message, with `{problem_statement}` and `{workdir}`.
@@ -114,7 +118,12 @@ impl RolloutSettings {
         } else {
             Vec::new()
         };
-        ChatOptions { tools, scaffold: self.scaffold, history: self.history }
+        ChatOptions {
+            tools,
+            scaffold: self.scaffold,
+            history: self.history,
+            thinking: self.thinking,
+        }
     }
 
     /// The opening messages of a task.

@@ -52,6 +52,7 @@ impl ExpertEpisode {
                 role: "assistant".to_owned(),
                 content: turn.content.clone(),
                 tool_calls: turn.calls.clone(),
+                ..Message::default()
             });
             messages.extend(turn.observations.iter().map(|text| message("tool", text)));
         }

@@ -24,6 +24,7 @@ mod grading;
 mod harbor;
 mod line;
 mod machine;
+mod model_files;
 mod offload;
 mod prefill;
 mod prefix;
@@ -33,6 +34,7 @@ mod rows;
 mod runner;
 mod sandboxes;
 mod scaffold;
+mod system_messages;
 mod template;
 mod tool_format;
 mod tool_server;
@@ -42,8 +44,8 @@ mod vocabulary;
 
 pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, Outside};
 pub use api::{
-    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, Timings, TurnLog,
-    opening_messages,
+    Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, MessageExtra, Timings,
+    TurnLog, opening_messages,
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};

@@ -4,7 +4,8 @@
 //! turns that a template may drop is their thinking. [`History`] says whether our prompts drop it
 //! too; if they do, the sampled tokens are cut at a [`crate::Fork`] and are never tokenized again.
 
-use crate::chat::{ChatErrorKind, ChatModel, message};
+use crate::chat::{ChatError, ChatErrorKind, ChatModel, message};
+use crate::template::TemplateInput;
 use orchestrate_types::TokenId;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -35,6 +36,19 @@ pub(crate) enum EarlierThinking {
     Dropped { close: Option<TokenId>, header: usize },
 }
 
+/// The question of every probe.
+const QUESTION: &str = "probe question";
+
+/// What a template is probed with.
+#[derive(Clone, Copy)]
+struct Probing<'a> {
+    input: &'a TemplateInput,
+    /// The prompt of the first turn.
+    prompt: &'a str,
+    /// Its end, if it opens the thinking of the reply, or has opened and closed it; else empty.
+    header: &'a str,
+}
+
 /// Two turns that a template is probed with, and how it renders them if it drops their thinking.
 struct TemplateProbe {
     name: &'static str,
@@ -55,33 +69,78 @@ const THINKING: TemplateProbe = TemplateProbe {
 };
 
 impl ChatModel {
-    /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
-    pub(crate) fn detect_thinking(&self) -> Result<EarlierThinking, ChatErrorKind> {
-        let header = format!("{OPEN}\n");
-        let opening = [message("system", "probe system"), message("user", "probe question")];
-        let prompt = self.render(&opening)?;
-        let thinks_first = prompt.ends_with(&header);
-        if !thinks_first {
-            self.check_turns(&PLAIN, &PLAIN.turns, &prompt, "")?;
+    /// What prompts ask for, if a request asks for thinking or for none: the run's setting decides, and
+    /// a template without a switch cannot be told.
+    pub(crate) fn thinking_for(&self, wanted: Option<bool>) -> Option<bool> {
+        self.options.thinking.or(wanted).filter(|_| self.template.switches_thinking())
+    }
+
+    /// Treatment of earlier thinking in prompts that ask for `thinking`.
+    ///
+    /// # Errors
+    /// If the template rewrites earlier turns in such prompts.
+    pub(crate) fn earlier_thinking(
+        &self,
+        thinking: Option<bool>,
+    ) -> Result<EarlierThinking, ChatError> {
+        let known = self.thinking.iter().find(|(known, _)| *known == thinking);
+        let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |(_, earlier)| earlier.clone());
+        known.map_err(|problem| self.error(ChatErrorKind::NotAppendOnly(problem)))
+    }
+
+    /// Finds out what the template does with earlier thinking if a request switches it on or off.
+    pub(crate) fn add_requested_thinking(&mut self) {
+        if self.options.thinking.is_some() || !self.template.switches_thinking() {
+            return;
         }
-        if !self.template.source().contains("think") {
+        for switch in [true, false] {
+            let input = TemplateInput { thinking: Some(switch), ..self.input.clone() };
+            let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
+            self.thinking.push((Some(switch), earlier));
+        }
+    }
+
+    /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
+    pub(crate) fn detect_thinking(
+        &self,
+        input: &TemplateInput,
+    ) -> Result<EarlierThinking, ChatErrorKind> {
+        let opening = [message("system", "probe system"), message("user", QUESTION)];
+        let prompt = self.render_with(&opening, input)?;
+        // What the prompt writes in place of the model: the begin of its thinking, or none.
+        let (_, reply) = prompt.rsplit_once(QUESTION).unwrap_or_default();
+        let header = reply.find(OPEN).or_else(|| reply.find(CLOSE));
+        let header = header.and_then(|at| reply.get(at..)).unwrap_or_default();
+        let probe = Probing { input, prompt: &prompt, header };
+        let is_closed = header.contains(CLOSE);
+        if header.is_empty() || is_closed {
+            let kept = self.check_turns(&PLAIN, false, probe);
+            if is_closed && kept.is_err() && self.check_turns(&PLAIN, true, probe).is_ok() {
+                return self.dropped(header);
+            }
+            kept?;
+        }
+        if is_closed || !self.template.source().contains("think") {
             return Ok(EarlierThinking::Kept);
         }
-        let header = if thinks_first { header.as_str() } else { "" };
-        let kept = self.check_turns(&THINKING, &THINKING.turns, &prompt, header);
+        let kept = self.check_turns(&THINKING, false, probe);
         let Err(ChatErrorKind::NotAppendOnly(_)) = &kept else {
             return kept.map(|()| EarlierThinking::Kept);
         };
         // The turns are not kept as written. Dropping their thinking is the only accepted change.
-        if self.check_turns(&THINKING, &THINKING.without_thinking, &prompt, header).is_err() {
+        if self.check_turns(&THINKING, true, probe).is_err() {
             return kept.map(|()| EarlierThinking::Kept);
         }
+        self.dropped(header)
+    }
+
+    fn dropped(&self, header: &str) -> Result<EarlierThinking, ChatErrorKind> {
         let token = |text| self.codec.tokenizer().token_to_id(text);
         if self.options.history == History::Template {
             if token(CLOSE).is_none() {
                 return Err(ChatErrorKind::ThinkingIsNotOneToken(CLOSE));
             }
-            if thinks_first && token(OPEN).is_none() {
+            if header.contains(OPEN) && token(OPEN).is_none() {
                 return Err(ChatErrorKind::ThinkingIsNotOneToken(OPEN));
             }
         }
@@ -89,19 +148,17 @@ impl ChatModel {
         Ok(EarlierThinking::Dropped { close: token(CLOSE), header })
     }
 
-    /// Checks that the template renders a probe's turns as `rendered_turns` while the conversation
-    /// grows. `header` is the end of a prompt that opens the thinking, or empty.
+    /// Checks that the template renders a probe's turns as they are, or without their thinking and the
+    /// header of the prompt, while the conversation grows.
     fn check_turns(
         &self,
         probe: &TemplateProbe,
-        rendered_turns: &[&str; 2],
-        prompt: &str,
-        header: &str,
+        drops_thinking: bool,
+        Probing { input, prompt, header }: Probing<'_>,
     ) -> Result<(), ChatErrorKind> {
-        let drops_thinking = *rendered_turns != probe.turns;
+        let rendered_turns = if drops_thinking { &probe.without_thinking } else { &probe.turns };
         let role = self.options.scaffold.observation_role();
-        let mut messages =
-            vec![message("system", "probe system"), message("user", "probe question")];
+        let mut messages = vec![message("system", "probe system"), message("user", QUESTION)];
         let mut expected = prompt.to_owned();
         for (index, (turn, shown)) in probe.turns.iter().zip(rendered_turns).enumerate() {
             let observation = message(role, &format!("probe result {index}"));
@@ -111,9 +168,9 @@ impl ChatModel {
             } else {
                 expected.push_str(shown.strip_prefix(header).unwrap_or(shown));
             }
-            expected.push_str(&self.text_after_turn(std::slice::from_ref(&observation))?);
+            expected.push_str(&self.text_after_turn(std::slice::from_ref(&observation), input)?);
             messages.extend([message("assistant", turn), observation]);
-            let rendered = self.render(&messages)?;
+            let rendered = self.render_with(&messages, input)?;
             if rendered != expected {
                 let differs =
                     rendered.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
@@ -129,10 +186,14 @@ impl ChatModel {
     }
 
     /// How many tokens the next prompt drops before the first token of the last turn, and how many
-    /// from there on. `sampled` are the turn's tokens.
-    pub(crate) fn dropped_tokens(&self, sampled: &[TokenId]) -> (usize, usize) {
-        let (EarlierThinking::Dropped { close, header }, History::Template) =
-            (self.thinking, self.options.history)
+    /// from there on. `sampled` are the turn's tokens, and `thinking` is what its prompt asked for.
+    pub(crate) fn dropped_tokens(
+        &self,
+        sampled: &[TokenId],
+        thinking: Option<bool>,
+    ) -> (usize, usize) {
+        let (Ok(EarlierThinking::Dropped { close, header }), History::Template) =
+            (self.earlier_thinking(thinking), self.options.history)
         else {
             return (0, 0);
         };

@@ -2,20 +2,50 @@
 //!
 //! The invariant: this module produces text only. [`crate::ChatModel`] turns text into tokens.
 
+mod extras;
+mod python;
+
 use crate::api::{Action, Message};
+pub(crate) use extras::ShownExtras;
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
-use serde::Serialize;
-use std::io;
+use std::collections::{BTreeMap, HashSet};
 
 const NAME: &str = "chat";
+
+/// The variables by which templates switch thinking on and off: the first in most families, the second
+/// in DeepSeek and Granite.
+const THINKING_SWITCHES: [&str; 2] = ["enable_thinking", "thinking"];
 
 /// A compiled chat template.
 #[derive(Debug)]
 pub struct ChatTemplate {
     env: Environment<'static>,
     source: String,
+    /// Names that it reads and does not set.
+    reads: HashSet<String>,
+}
+
+/// What a template reads besides the messages.
+#[derive(Debug, Clone)]
+pub(crate) struct TemplateInput {
+    /// From [`tools_value`].
+    pub(crate) tools: Value,
+    /// Whether the model is asked to think; `None` leaves it to the template.
+    pub(crate) thinking: Option<bool>,
+}
+
+impl TemplateInput {
+    /// The input for these tool schemas. They are the same in every turn, so a caller that renders
+    /// often converts them once.
+    pub(crate) fn new(tools: &[serde_json::Value], thinking: Option<bool>) -> Self {
+        let tools = match tools {
+            [] => Value::from(()),
+            tools => tools.iter().map(python::of_json).collect(),
+        };
+        Self { tools, thinking }
+    }
 }
 
 impl ChatTemplate {
@@ -24,23 +54,69 @@ impl ChatTemplate {
     /// # Errors
     /// If `source` is not a valid template.
     pub fn new(source: &str) -> Result<Self, Error> {
+        Self::with_variables(source, &BTreeMap::new())
+    }
+
+    /// Like [`Self::new`], with variables that every rendering has: the special tokens of a tokenizer by
+    /// name (`bos_token`). One without a text is not defined for the template.
+    ///
+    /// # Errors
+    /// If `source` is not a valid template.
+    pub fn with_variables(
+        source: &str,
+        variables: &BTreeMap<String, Option<String>>,
+    ) -> Result<Self, Error> {
         let mut env = Environment::new();
         // Hugging Face compiles chat templates with these two settings.
         env.set_syntax(SyntaxConfig::builder().trim_blocks(true).lstrip_blocks(true).build()?);
-        env.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
-        env.add_filter("tojson", |value: &Value, kwargs: Kwargs| {
-            python_json(value, kwargs.get("indent")?)
-        });
+        env.set_unknown_method_callback(python::method);
+        env.add_filter("trim", python::trim);
+        env.add_filter("indent", python::indent);
+        env.set_formatter(|out, _, value| Ok(out.write_str(&python::text(value))?));
+        env.add_filter("tojson", |value: &Value, options: Kwargs| python::json(value, &options));
+        env.add_filter("string", |value: &Value| python::text(value));
+        env.add_test("iterable", python::is_iterable);
+        env.add_test("number", python::is_number);
+        env.add_test("float", python::is_float);
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        env.add_template_owned(NAME, source.to_owned())?;
-        Ok(Self { env, source: source.to_owned() })
+        // One date for all prompts: the members of a group must read the same one.
+        let now = jiff::Zoned::now();
+        env.add_function("strftime_now", move |format: String| {
+            jiff::fmt::strtime::format(&format, &now)
+                .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))
+        });
+        for (name, text) in variables {
+            if let Some(text) = text {
+                env.add_global(name.clone(), text.clone());
+            }
+        }
+        // Jinja reads every line end as `\\n`.
+        let source = source.replace("\r\n", "\n").replace('\r', "\n");
+        if joins_safe_text(&source) {
+            let problem = "the filter `safe` on text that is joined with `+` or `~`: Jinja escapes the \
+                           other text as HTML";
+            return Err(Error::new(ErrorKind::SyntaxError, problem));
+        }
+        env.add_template_owned(NAME, without_generation_marks(&source))?;
+        let reads = env.get_template(NAME)?.undeclared_variables(false);
+        Ok(Self { env, source, reads })
     }
 
     /// The template's source text.
     pub fn source(&self) -> &str {
         &self.source
+    }
+
+    /// Names of the variables that the template reads and does not set, in no order.
+    pub(crate) fn reads(&self) -> impl Iterator<Item = &str> {
+        self.reads.iter().map(String::as_str)
+    }
+
+    /// Whether the template can switch thinking on and off.
+    pub(crate) fn switches_thinking(&self) -> bool {
+        THINKING_SWITCHES.iter().any(|name| self.reads.contains(*name))
     }
 
     /// Renders a conversation.
@@ -56,29 +132,87 @@ impl ChatTemplate {
         tools: &[serde_json::Value],
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        self.render_with_tools(messages, tools_value(tools), add_generation_prompt)
+        self.render_input(messages, &TemplateInput::new(tools, None), add_generation_prompt)
     }
 
-    /// Like [`Self::render`], with tools that [`tools_value`] converted before.
-    pub(crate) fn render_with_tools<'a>(
+    /// Like [`Self::render`], with everything else that the template reads.
+    pub(crate) fn render_input<'a>(
         &self,
         messages: impl IntoIterator<Item = &'a Message>,
-        tools: Value,
+        input: &TemplateInput,
         add_generation_prompt: bool,
     ) -> Result<String, Error> {
-        let messages: Vec<_> = messages.into_iter().map(MessageView::from).collect();
+        let messages = messages.into_iter().map(message_value).collect();
+        let switch = match input.thinking {
+            Some(on) => Value::from(BTreeMap::from(THINKING_SWITCHES.map(|name| (name, on)))),
+            None => context! {},
+        };
+        self.render_context(messages, input.tools.clone(), switch, add_generation_prompt)
+    }
+
+    /// Renders messages in the form that templates read, as `apply_chat_template` of `transformers` takes
+    /// them. `variables` are its further arguments.
+    ///
+    /// # Errors
+    /// If the template raises an exception or uses something unsupported.
+    pub fn render_values(
+        &self,
+        messages: &[serde_json::Value],
+        tools: &[serde_json::Value],
+        variables: &serde_json::Map<String, serde_json::Value>,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
+        let input = TemplateInput::new(tools, None);
+        let variables = Value::from(Serde(variables));
+        let messages = with_both_names(messages).iter().map(python::of_json).collect();
+        self.render_context(messages, input.tools, variables, add_generation_prompt)
+    }
+
+    fn render_context(
+        &self,
+        messages: Value,
+        tools: Value,
+        variables: Value,
+        add_generation_prompt: bool,
+    ) -> Result<String, Error> {
         self.env.get_template(NAME)?.render(context! {
-            messages => Value::from(Serde(messages)),
+            messages => messages,
             tools => tools,
+            documents => (),
             add_generation_prompt => add_generation_prompt,
+            ..variables
         })
     }
 }
 
-/// Converts tool schemas to the value that templates read. They are the same in every turn, so a
-/// caller that renders often converts them once.
-pub(crate) fn tools_value(tools: &[serde_json::Value]) -> Value {
-    if tools.is_empty() { Value::from(()) } else { Value::from(Serde(tools)) }
+/// Whether a template joins text with a text that it marks as safe.
+fn joins_safe_text(source: &str) -> bool {
+    source.split('|').skip(1).any(|filter| {
+        let rest = filter.trim_start().strip_prefix("safe");
+        rest.is_some_and(|rest| rest.trim_start().starts_with(['+', '~']))
+    })
+}
+
+/// The source without the tags `{% generation %}` and `{% endgeneration %}`, by which some templates
+/// mark what the model writes. They change nothing but the spaces around them.
+fn without_generation_marks(source: &str) -> String {
+    let (mut out, mut rest) = (String::with_capacity(source.len()), source);
+    while let Some((before, after)) = rest.split_once("{%") {
+        out.push_str(before);
+        out.push_str("{%");
+        rest = after;
+        let Some((tag, _)) = after.split_once("%}") else { break };
+        let word = tag.trim_matches(|c: char| c.is_whitespace() || matches!(c, '-' | '+'));
+        let replacement = match word {
+            "generation" => "if true",
+            "endgeneration" => "endif",
+            _ => continue,
+        };
+        out.push_str(&tag.replacen(word, replacement, 1));
+        rest = after.get(tag.len()..).unwrap_or_default();
+    }
+    out.push_str(rest);
+    out
 }
 
 /// The value with all of its strings changed, names of fields included.
@@ -100,70 +234,43 @@ pub(crate) fn with_strings(
     }
 }
 
-/// A message in the form that chat templates expect, with calls wrapped as `{type, function}`.
-#[derive(Serialize)]
-struct MessageView<'a> {
-    role: &'a str,
-    content: &'a str,
-    #[serde(skip_serializing_if = "Vec::is_empty")]
-    tool_calls: Vec<ToolCallView<'a>>,
+/// A message in the form that chat templates expect, with calls wrapped as `{id, type, function}`.
+fn message_value(message: &Message) -> Value {
+    let Message { role, content, tool_calls, extra } = message;
+    let mut ids = extra.call_ids.iter();
+    let calls = tool_calls.iter().map(|Action { name, arguments }| {
+        let function =
+            [("name", Value::from(name.as_str())), ("arguments", python::of_json(arguments))];
+        let id = ids.next().map(|id| ("id", Value::from(id.as_str())));
+        let call = [("type", Value::from("function")), ("function", Value::from_pairs(function))];
+        Value::from_pairs(id.into_iter().chain(call))
+    });
+    let text = |name, text: &Option<String>| text.as_deref().map(|text| (name, Value::from(text)));
+    let calls = (!tool_calls.is_empty()).then(|| ("tool_calls", calls.collect::<Value>()));
+    let always = [("role", Value::from(role.as_str())), ("content", Value::from(content.as_str()))];
+    let more = [
+        // Templates read thinking by one of these names.
+        text("reasoning_content", &extra.reasoning),
+        text("thinking", &extra.reasoning),
+        calls,
+        text("tool_call_id", &extra.tool_call_id),
+        text("name", &extra.name),
+    ];
+    Value::from_pairs(always.into_iter().chain(more.into_iter().flatten()))
 }
 
-#[derive(Serialize)]
-struct ToolCallView<'a> {
-    r#type: &'static str,
-    function: &'a Action,
-}
-
-impl<'a> From<&'a Message> for MessageView<'a> {
-    fn from(message: &'a Message) -> Self {
-        let Message { role, content, tool_calls } = message;
-        let calls = tool_calls.iter().map(|function| ToolCallView { r#type: "function", function });
-        Self { role, content, tool_calls: calls.collect() }
-    }
-}
-
-/// The `tojson` filter of chat templates: Python's `json.dumps(…, ensure_ascii=False)`. Jinja's own
-/// filter escapes `<`, `>`, `&` and `'` for HTML, which no model has seen in training.
-fn python_json(value: &Value, indent: Option<usize>) -> Result<String, Error> {
-    let fail = |e: serde_json::Error| Error::new(ErrorKind::InvalidOperation, e.to_string());
-    let mut out = Vec::new();
-    match indent {
-        Some(width) => {
-            let indent = vec![b' '; width];
-            let formatter = serde_json::ser::PrettyFormatter::with_indent(&indent);
-            value
-                .serialize(&mut serde_json::Serializer::with_formatter(&mut out, formatter))
-                .map_err(fail)?;
+/// The messages with their thinking under both names that templates read, as `transformers` gives it.
+fn with_both_names(messages: &[serde_json::Value]) -> Vec<serde_json::Value> {
+    let names = ["reasoning_content", "thinking", "reasoning"];
+    let each = messages.iter().cloned().map(|mut message| {
+        let found = names.iter().find_map(|name| message.get(*name).filter(|v| !v.is_null()));
+        if let (Some(thinking), Some(fields)) = (found.cloned(), message.as_object_mut()) {
+            fields.entry("thinking").or_insert_with(|| thinking.clone());
+            fields.insert("reasoning_content".to_owned(), thinking);
         }
-        None => value
-            .serialize(&mut serde_json::Serializer::with_formatter(&mut out, PythonFormatter))
-            .map_err(fail)?,
-    }
-    String::from_utf8(out).map_err(|e| Error::new(ErrorKind::InvalidOperation, e.to_string()))
-}
-
-/// Formats JSON with Python's separators `", "` and `": "`.
-struct PythonFormatter;
-
-impl serde_json::ser::Formatter for PythonFormatter {
-    fn begin_array_value<W: ?Sized + io::Write>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-    fn begin_object_key<W: ?Sized + io::Write>(
-        &mut self,
-        w: &mut W,
-        first: bool,
-    ) -> io::Result<()> {
-        if first { Ok(()) } else { w.write_all(b", ") }
-    }
-    fn begin_object_value<W: ?Sized + io::Write>(&mut self, w: &mut W) -> io::Result<()> {
-        w.write_all(b": ")
-    }
+        message
+    });
+    each.collect()
 }
 
 #[cfg(test)]
@@ -182,6 +289,7 @@ mod tests {
             role: "assistant".to_owned(),
             content: String::new(),
             tool_calls: vec![Action { name: "edit".to_owned(), arguments }],
+            ..Message::default()
         };
         assert_eq!(
             template.render(&[message], &[], false).unwrap(),

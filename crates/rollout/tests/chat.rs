@@ -15,7 +15,7 @@ fn bash(command: &str) -> Action {
 }
 
 fn tool(content: &str) -> Message {
-    Message { role: "tool".to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: "tool".to_owned(), content: content.to_owned(), ..Message::default() }
 }
 
 fn expert(name: &str) -> ExpertEpisode {
@@ -221,7 +221,8 @@ fn dropped_thinking_depends_on_the_role_of_observations() {
     for (scaffold, kept) in
         [(Scaffold::Tools, true), (Scaffold::R2eXml, false), (Scaffold::Mini, false)]
     {
-        let options = ChatOptions { scaffold, history: History::Template, tools: Vec::new() };
+        let options =
+            ChatOptions { scaffold, history: History::Template, ..ChatOptions::default() };
         assert_eq!(ChatModel::load_for(path, options).is_ok(), kept, "{scaffold:?}");
         let options = ChatOptions { scaffold, ..ChatOptions::default() };
         ChatModel::load_for(path, options).unwrap();
@@ -322,6 +323,7 @@ fn templates_render_as_in_python() {
         role: "assistant".to_owned(),
         content: "look".to_owned(),
         tool_calls: vec![bash("ls <a>")],
+        ..Message::default()
     });
     messages.extend([tool("a"), tool("b")]);
     let tools = [json!({"type": "function", "function": {"name": "bash"}})];

@@ -415,6 +415,7 @@ mod tests {
             generate_ms: 5,
             exec_ms: 7,
             fork: None,
+            overridden: Vec::new(),
         };
         turn_text(2, &turn)
     }
@@ -467,6 +468,7 @@ mod tests {
             generate_ms: 0,
             exec_ms: 0,
             fork: Some(Fork { at: 12, left_out: 3 }),
+            overridden: Vec::new(),
         };
         let text = turn_text(1, &turn);
         assert!(text.ends_with("none\n── fork: the next turn leaves out 3 tokens, from token 12"));

@@ -169,6 +169,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
         generate_ms: 1,
         exec_ms: 1,
         fork: None,
+        overridden: Vec::new(),
     };
     EpisodeReport {
         attempt: request.attempt,

@@ -1,8 +1,9 @@
 //! Requests.
 
 use super::{Chat, Logprobs};
-use crate::content::{self, Part, TextOr, known, limit, says, stop_strings, structured, text_of};
-use crate::message::{Message, Role, ToolCall};
+use crate::content::{self, Part, TextOr, known, limit, stop_strings, text_of};
+use crate::fields::{self, CHAT};
+use crate::message::{Message, Role, ToolCall, answered};
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use serde::Deserialize;
@@ -16,13 +17,10 @@ struct Body {
     messages: Vec<ChatMessage>,
     tools: Option<Vec<ToolDeclaration>>,
     tool_choice: Option<Value>,
-    functions: Option<Value>,
-    function_call: Option<Value>,
     max_tokens: Option<u64>,
     max_completion_tokens: Option<u64>,
     stop: Option<TextOr<String>>,
     n: Option<u64>,
-    best_of: Option<u64>,
     stream: Option<bool>,
     stream_options: Option<StreamOptions>,
     logprobs: Option<bool>,
@@ -32,10 +30,7 @@ struct Body {
     reasoning_effort: Option<String>,
     enable_thinking: Option<bool>,
     chat_template_kwargs: Option<TemplateOptions>,
-    response_format: Option<Value>,
-    logit_bias: Option<Value>,
-    audio: Option<Value>,
-    web_search_options: Option<Value>,
+    thinking: Option<ThinkingParam>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -46,6 +41,13 @@ struct StreamOptions {
 #[derive(Debug, Deserialize)]
 struct TemplateOptions {
     enable_thinking: Option<bool>,
+    thinking: Option<bool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct ThinkingParam {
+    #[serde(rename = "type")]
+    kind: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -57,7 +59,7 @@ struct ChatMessage {
     refusal: Option<String>,
     tool_calls: Option<Vec<CallParam>>,
     tool_call_id: Option<String>,
-    function_call: Option<Value>,
+    name: Option<String>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -87,9 +89,9 @@ struct FunctionDeclaration {
 }
 
 /// Parses a body.
-pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
-    let body: Body = content::parse(body)?;
-    refuse(&body)?;
+pub(super) fn parse(bytes: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
+    let body: Body = content::parse(bytes)?;
+    let overridden = fields::check(bytes, &CHAT)?;
     let form = form(&body)?;
     let thinking = thinking(&body);
     let tools = tools(body.tools.unwrap_or_default())?;
@@ -99,10 +101,11 @@ pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
     }
     let messages = body.messages.into_iter().enumerate();
     let messages = messages.map(|(index, message)| convert(message, index));
+    let messages = messages.collect::<Result<_, _>>()?;
     let max_tokens = limit(body.max_completion_tokens, "max_completion_tokens")?;
     let request = SampleRequest {
         dialect: Dialect::Chat,
-        messages: messages.collect::<Result<_, _>>()?,
+        messages: answered(messages, "messages")?,
         tools,
         tool_choice,
         max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),
@@ -112,35 +115,9 @@ pub(super) fn parse(body: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
         thinking,
         logprobs: form.logprobs != Logprobs::None,
         repeats: false,
+        overridden,
     };
     Ok((request, form))
-}
-
-/// Refuses what would need another reply than the sampled one.
-fn refuse(body: &Body) -> Result<(), Problem> {
-    let replies = "the reply is exactly what the model sampled";
-    for (field, value, why) in [
-        ("functions", &body.functions, "use `tools`"),
-        ("function_call", &body.function_call, "use `tool_choice`"),
-        ("logit_bias", &body.logit_bias, replies),
-        ("audio", &body.audio, "the model writes text only"),
-        (
-            "web_search_options",
-            &body.web_search_options,
-            "the model has only the tools of the request",
-        ),
-    ] {
-        if says(value.as_ref()) {
-            return Err(Problem::unsupported(field, "this field", why));
-        }
-    }
-    if structured(body.response_format.as_ref()) {
-        return Err(Problem::unsupported("response_format", "a format other than text", replies));
-    }
-    if body.best_of.is_some_and(|best_of| best_of > 1) {
-        return Err(Problem::unsupported("best_of", "this field", replies));
-    }
-    Ok(())
 }
 
 fn form(body: &Body) -> Result<Chat, Problem> {
@@ -167,10 +144,12 @@ fn form(body: &Body) -> Result<Chat, Problem> {
 }
 
 fn thinking(body: &Body) -> Option<bool> {
-    let of_template =
-        body.chat_template_kwargs.as_ref().and_then(|options| options.enable_thinking);
+    let options = body.chat_template_kwargs.as_ref();
+    let of_template = options.and_then(|options| options.enable_thinking.or(options.thinking));
+    let kind = body.thinking.as_ref().and_then(|thinking| thinking.kind.as_deref());
+    let of_kind = kind.map(|kind| kind != "disabled");
     let of_effort = body.reasoning_effort.as_deref().map(|effort| effort != "none");
-    body.enable_thinking.or(of_template).or(of_effort)
+    body.enable_thinking.or(of_template).or(of_kind).or(of_effort)
 }
 
 fn tools(tools: Vec<ToolDeclaration>) -> Result<Vec<Tool>, Problem> {
@@ -209,10 +188,6 @@ fn choice(choice: Option<&Value>) -> Result<ToolChoice, Problem> {
 
 fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
     let at = format!("messages[{index}]");
-    if says(message.function_call.as_ref()) {
-        let field = format!("{at}.function_call");
-        return Err(Problem::unsupported(field, "this field", "use `tool_calls`"));
-    }
     let role = match message.role.as_str() {
         "system" | "developer" => Role::System,
         "user" => Role::User,
@@ -223,6 +198,7 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
             return Err(Problem::field(format!("{at}.role"), expected));
         }
     };
+    let name = message.name.filter(|name| !name.is_empty());
     // An assistant's parts are pieces of one text; parts of other messages are texts.
     let separator = if role == Role::Assistant { "" } else { "\n" };
     let mut text = text_of(message.content, &format!("{at}.content"), separator)?;
@@ -236,6 +212,7 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
         return Ok(Message {
             reasoning: reasoning.filter(|text| !text.is_empty()),
             tool_calls: calls.collect::<Result<_, _>>()?,
+            name,
             ..Message::new(role, text)
         });
     }
@@ -243,9 +220,9 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
         let id = message.tool_call_id.ok_or_else(|| {
             Problem::field(format!("{at}.tool_call_id"), "a tool message names the call it answers")
         })?;
-        return Ok(Message::tool(id, text));
+        return Ok(Message { name, ..Message::tool(id, text) });
     }
-    Ok(Message::new(role, text))
+    Ok(Message { name, ..Message::new(role, text) })
 }
 
 impl CallParam {
@@ -302,6 +279,9 @@ mod tests {
         for (field, value, thinking) in [
             ("enable_thinking", json!(false), false),
             ("chat_template_kwargs", json!({"enable_thinking": true}), true),
+            ("chat_template_kwargs", json!({"thinking": false}), false),
+            ("thinking", json!({"type": "disabled"}), false),
+            ("thinking", json!({"type": "enabled"}), true),
             ("reasoning_effort", json!("none"), false),
             ("reasoning_effort", json!("low"), true),
         ] {

@@ -2,8 +2,9 @@
 
 use super::Messages;
 use super::history::{self, Block, MessageParam};
-use crate::content::{self, TextOr, known, limit, says, stop_strings, structured};
-use crate::message::{History, Message, Role};
+use crate::content::{self, TextOr, known, limit, stop_strings};
+use crate::fields::{self, MESSAGES};
+use crate::message::{History, Message, Role, answered};
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
 use crate::wire::Purpose;
@@ -25,17 +26,6 @@ struct Body {
     stream: Option<bool>,
     temperature: Option<f32>,
     top_p: Option<f32>,
-    mcp_servers: Option<Value>,
-    container: Option<Value>,
-    thread: Option<Value>,
-    compaction: Option<Value>,
-    output_format: Option<Value>,
-    output_config: Option<OutputParam>,
-}
-
-#[derive(Debug, Deserialize)]
-struct OutputParam {
-    format: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -62,9 +52,9 @@ struct ToolParam {
 }
 
 /// Parses a body.
-pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Messages), Problem> {
-    let body: Body = content::parse(body)?;
-    refuse(&body)?;
+pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Messages), Problem> {
+    let body: Body = content::parse(bytes)?;
+    let overridden = fields::check(bytes, &MESSAGES).map_err(of_thread)?;
     let max_tokens = limit(body.max_tokens, "max_tokens")?;
     if max_tokens.is_none() && purpose == Purpose::Sample {
         return Err(Problem::field("max_tokens", "this field is required"));
@@ -83,7 +73,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Mes
     let tools = tools(body.tools.unwrap_or_default())?;
     let request = SampleRequest {
         dialect: Dialect::Messages,
-        messages: messages.finish(),
+        messages: answered(messages.finish(), "messages")?,
         tool_choice: known(choice(body.tool_choice)?, &tools)?,
         tools,
         max_tokens,
@@ -93,36 +83,17 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Mes
         thinking: body.thinking.map(|thinking| thinking.kind != "disabled"),
         logprobs: false,
         repeats: false,
+        overridden,
     };
     Ok((request, Messages { stream: body.stream.unwrap_or(false) }))
 }
 
-/// Refuses what would need another reply than the sampled one, or services behind it.
-fn refuse(body: &Body) -> Result<(), Problem> {
-    let replies = "the reply is exactly what the model sampled";
-    let format = body.output_config.as_ref().and_then(|config| config.format.as_ref());
-    for (field, format) in
-        [("output_format", body.output_format.as_ref()), ("output_config.format", format)]
-    {
-        if structured(format) {
-            return Err(Problem::unsupported(field, "a format other than text", replies));
-        }
+/// A client that wants to leave its history with the server is told so in a way of its own.
+fn of_thread(problem: Problem) -> Problem {
+    match problem.field.as_deref() {
+        Some("thread") => Problem { kind: Kind::Thread, ..problem },
+        Some(_) | None => problem,
     }
-    if says(body.thread.as_ref()) {
-        let why = "the gateway stores no replies; send the whole conversation in `messages`";
-        let problem = Problem::unsupported("thread", "this field", why);
-        return Err(Problem { kind: Kind::Thread, ..problem });
-    }
-    if says(body.compaction.as_ref()) {
-        return Err(Problem::unsupported("compaction", "this field", replies));
-    }
-    let services = "the model has only the tools of the request";
-    for (field, value) in [("mcp_servers", &body.mcp_servers), ("container", &body.container)] {
-        if says(value.as_ref()) {
-            return Err(Problem::unsupported(field, "this field", services));
-        }
-    }
-    Ok(())
 }
 
 /// The client's own tools. Tools that the vendor's servers would run are left out, as are those

@@ -12,6 +12,8 @@ use crate::sampler::{Dialect, SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use bytes::Bytes;
+#[cfg(test)]
+pub(crate) use opaque::encoded;
 use serde_json::{Value, json};
 use tools::ToolNames;
 
@@ -36,6 +38,7 @@ struct Echo {
     top_p: Option<f32>,
     parallel_tool_calls: bool,
     metadata: Value,
+    tool_choice: Value,
 }
 
 impl Wire for Responses {

@@ -7,7 +7,7 @@ use base64_simd::STANDARD;
 const PREFIX: &str = "orchestrate.";
 
 /// The field for a text.
-pub(super) fn encoded(text: &str) -> String {
+pub(crate) fn encoded(text: &str) -> String {
     format!("{PREFIX}{}", STANDARD.encode_to_string(text))
 }
 

@@ -71,7 +71,7 @@ pub(super) fn head(form: &Responses, envelope: &Envelope, status: &str) -> Value
         "store": false,
         "temperature": echo.temperature,
         "text": {"format": {"type": "text"}},
-        "tool_choice": "auto",
+        "tool_choice": echo.tool_choice,
         "tools": [],
         "top_p": echo.top_p,
         "truncation": "disabled",

@@ -3,8 +3,9 @@
 use super::history::{self, Item};
 use super::tools::{self, ToolParam, Tools};
 use super::{Echo, Responses};
-use crate::content::{self, TextOr, known, limit, says, structured};
-use crate::message::{History, Message, Role};
+use crate::content::{self, TextOr, known, limit};
+use crate::fields::{self, RESPONSES};
+use crate::message::{History, Message, Role, answered};
 use crate::problem::Problem;
 use crate::sampler::{Dialect, SampleRequest};
 use crate::wire::Purpose;
@@ -25,11 +26,6 @@ struct Body {
     top_p: Option<f32>,
     parallel_tool_calls: Option<bool>,
     metadata: Option<Value>,
-    text: Option<TextParam>,
-    previous_response_id: Option<String>,
-    conversation: Option<Value>,
-    background: Option<bool>,
-    prompt: Option<Value>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -37,15 +33,10 @@ struct ReasoningParam {
     effort: Option<String>,
 }
 
-#[derive(Debug, Deserialize)]
-struct TextParam {
-    format: Option<Value>,
-}
-
 /// Parses a body.
-pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Responses), Problem> {
-    let body: Body = content::parse(body)?;
-    refuse(&body)?;
+pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Responses), Problem> {
+    let body: Body = content::parse(bytes)?;
+    let overridden = fields::check(bytes, &RESPONSES)?;
     let max_tokens = limit(body.max_output_tokens, "max_output_tokens")?;
     let echo = Echo {
         instructions: body.instructions.clone(),
@@ -54,6 +45,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Res
         top_p: body.top_p,
         parallel_tool_calls: body.parallel_tool_calls.unwrap_or(true),
         metadata: body.metadata.clone().unwrap_or_else(|| json!({})),
+        tool_choice: body.tool_choice.clone().unwrap_or_else(|| json!("auto")),
     };
     let messages = messages(body.instructions, body.input)?;
     if messages.is_empty() && purpose == Purpose::Sample {
@@ -74,6 +66,7 @@ pub(super) fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Res
         thinking: effort.map(|effort| effort != "none"),
         logprobs: false,
         repeats: false,
+        overridden,
     };
     let encrypted = "reasoning.encrypted_content";
     let form = Responses {
@@ -104,27 +97,7 @@ fn messages(
             }
         }
     }
-    Ok(history.finish())
-}
-
-/// Refuses what would need stored state, or another reply than the sampled one.
-fn refuse(body: &Body) -> Result<(), Problem> {
-    let stateless = "the gateway stores no replies; send the whole conversation in `input`";
-    let replies = "the reply is exactly what the model sampled";
-    let previous = body.previous_response_id.as_ref().is_some_and(|id| !id.is_empty());
-    let format = body.text.as_ref().and_then(|text| text.format.as_ref());
-    for (field, is_set, why) in [
-        ("previous_response_id", previous, stateless),
-        ("conversation", says(body.conversation.as_ref()), stateless),
-        ("prompt", says(body.prompt.as_ref()), "the gateway stores no prompts; send its text"),
-        ("background", body.background == Some(true), stateless),
-        ("text.format", structured(format), replies),
-    ] {
-        if is_set {
-            return Err(Problem::unsupported(field, "this field", why));
-        }
-    }
-    Ok(())
+    answered(history.finish(), "input")
 }
 
 #[cfg(test)]
@@ -140,12 +113,17 @@ mod tests {
     fn text_and_items_give_the_same_history() {
         let (text, _) = request(&json!({"input": "a", "instructions": "b"})).unwrap();
         let items = json!([{"role": "system", "content": "b"}, {"role": "user", "content": "a"}]);
-        let (items, form) = request(&json!({
+        let (mut items, form) = request(&json!({
             "input": items, "stream": true, "store": true, "max_output_tokens": null,
             "include": ["reasoning.encrypted_content"], "reasoning": {"summary": "auto"},
             "text": {"format": {"type": "text"}, "verbosity": "low"}, "truncation": "auto",
         }))
         .unwrap();
+        assert_eq!(
+            items.overridden.header().as_deref(),
+            Some("reasoning.summary, store, text.verbosity, truncation")
+        );
+        items.overridden = text.overridden.clone();
         assert_eq!(text, items);
         assert!(form.stream && form.encrypted_reasoning);
     }

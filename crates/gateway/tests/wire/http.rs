@@ -54,6 +54,27 @@ async fn every_dialect_answers_with_and_without_the_version() {
 }
 
 #[tokio::test]
+async fn replies_name_the_fields_that_were_overridden() {
+    let server = Server::start(ScriptedSampler::writing("hello"), quick()).await;
+    for (path, plain) in requests() {
+        let header = async |body: &Value| {
+            let reply = server.post(&format!("/v1/{path}"), body).await;
+            assert_eq!(reply.status(), 200, "{path}");
+            let listed = reply.headers().get("x-overridden-fields").cloned();
+            listed.map(|listed| listed.to_str().unwrap().to_owned())
+        };
+        assert_eq!(header(&plain).await, None, "{path}");
+        for stream in [false, true] {
+            let mut body = plain.clone();
+            body["temperature"] = json!(0.5);
+            body["of_tomorrow"] = json!(1);
+            body["stream"] = json!(stream);
+            assert_eq!(header(&body).await.as_deref(), Some("of_tomorrow, temperature"), "{path}");
+        }
+    }
+}
+
+#[tokio::test]
 async fn errors_have_the_form_of_the_dialect() {
     let options = GatewayOptions { body_limit: 1000, ..quick() };
     let server = Server::start(ScriptedSampler::writing("hello"), options).await;

@@ -1,7 +1,8 @@
 //! The gateway's seam over a [`Conversation`].
 
-use crate::api::{Action, Message};
+use crate::api::{Action, Message, MessageExtra};
 use crate::conversation::{Ask, AskError, Conversation, Past, Said, SampledReply, Unanswered};
+use crate::template::ShownExtras;
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
@@ -10,6 +11,7 @@ use orchestrate_gateway::{
 };
 use orchestrate_routing::RoutingMask;
 use serde_json::{Value, json};
+use std::collections::HashMap;
 use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::{Semaphore, SemaphorePermit};
 
@@ -52,6 +54,10 @@ impl Sampler for ConversationSampler {
         self.conversation.context()
     }
 
+    fn switches_thinking(&self, wanted: bool) -> bool {
+        self.conversation.chat().thinking_for(Some(wanted)) == Some(wanted)
+    }
+
     async fn sample(
         &self,
         request: &Arc<SampleRequest>,
@@ -79,9 +85,15 @@ impl Sampler for ConversationSampler {
             return Err(SampleError::Refused(problem.to_owned()));
         }
         let _place = self.place().await?;
-        let TokenRequest { token_ids, max_tokens, rows_from, repeats } = request;
-        let past = Past::Tokens(token_ids);
-        let ask = Arc::new(Ask { past, max_tokens, stops: Arc::default(), sample: 0, repeats });
+        let TokenRequest { token_ids, max_tokens, rows_from, repeats, overridden } = request;
+        let ask = Arc::new(Ask {
+            past: Past::Tokens(token_ids),
+            max_tokens,
+            stops: Arc::default(),
+            sample: 0,
+            repeats,
+            overridden: overridden.paths().map(str::to_owned).collect(),
+        });
         let reply = self.conversation.sample(&ask).await.map_err(refused)?;
         let (receipt, delivery) = Receipt::new();
         reply.sending(delivery);
@@ -126,13 +138,15 @@ impl ConversationSampler {
         };
         Arc::new(Ask {
             past: Past::Messages {
-                said: request.messages.iter().map(said).collect(),
+                said: history(&request.messages, self.conversation.chat().shown_extras()),
                 tools: self.schemas(offered),
+                thinking: self.conversation.chat().thinking_for(request.thinking),
             },
             max_tokens: request.max_tokens,
             stops: request.stop.clone().into(),
             sample,
             repeats: request.repeats,
+            overridden: request.overridden.paths().map(str::to_owned).collect(),
         })
     }
 
@@ -211,7 +225,29 @@ fn schema(tool: &gateway::Tool) -> Value {
     json!({"type": "function", "function": function})
 }
 
-fn said(message: &gateway::Message) -> Arc<Said> {
+/// The messages, with what prompts show of ids and names.
+fn history(messages: &[gateway::Message], shown: ShownExtras) -> Vec<Arc<Said>> {
+    let mut names = HashMap::new();
+    let each = messages.iter().map(|message| {
+        for call in &message.tool_calls {
+            names.insert(call.id.as_str(), call.name.as_str());
+        }
+        let called = message.tool_call_id.as_deref().and_then(|id| names.get(id).copied());
+        let mut said = said(message);
+        if shown.ids {
+            said.message.extra.call_ids =
+                message.tool_calls.iter().map(|call| call.id.clone()).collect();
+            said.message.extra.tool_call_id.clone_from(&message.tool_call_id);
+        }
+        if shown.names {
+            said.message.extra.name = message.name.as_deref().or(called).map(str::to_owned);
+        }
+        Arc::new(said)
+    });
+    each.collect()
+}
+
+fn said(message: &gateway::Message) -> Said {
     let role = match message.role {
         Role::System => "system",
         Role::User => "user",
@@ -227,6 +263,7 @@ fn said(message: &gateway::Message) -> Arc<Said> {
         role: role.to_owned(),
         content: message.content.clone(),
         tool_calls: calls.collect(),
+        extra: MessageExtra::default(),
     };
-    Arc::new(Said { message, reasoning })
+    Said { message, reasoning }
 }

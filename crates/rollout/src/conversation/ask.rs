@@ -1,7 +1,7 @@
 //! Requests for replies, and why there may be none.
 
 use super::tree::Said;
-use crate::api::Message;
+use crate::api::{Message, MessageExtra};
 use orchestrate_types::TokenId;
 use std::sync::Arc;
 
@@ -14,6 +14,8 @@ pub(crate) enum Past {
         said: Vec<Arc<Said>>,
         /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
         tools: Arc<Vec<serde_json::Value>>,
+        /// Whether the model is asked to think, as [`crate::ChatModel`] decides it.
+        thinking: Option<bool>,
     },
     /// The prompt in token ids, `[P]`, of a client that renders it itself.
     Tokens(Arc<[TokenId]>),
@@ -62,6 +64,8 @@ pub(crate) struct Ask {
     pub(crate) sample: usize,
     /// Whether the agent says that it repeats a request whose reply it did not get.
     pub(crate) repeats: bool,
+    /// Fields of the request that something else decides.
+    pub(crate) overridden: Arc<[String]>,
 }
 
 /// Why there is no reply.
@@ -106,7 +110,8 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
             part(tools);
             part(&(said.len() as u64).to_le_bytes());
             for said in said {
-                let Message { role, content, tool_calls } = &said.message;
+                let Message { role, content, tool_calls, extra } = &said.message;
+                let MessageExtra { reasoning: _, call_ids, tool_call_id, name } = extra;
                 part(role.as_bytes());
                 part(content.as_bytes());
                 part(&(tool_calls.len() as u64).to_le_bytes());
@@ -114,6 +119,11 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
                     part(call.name.as_bytes());
                     part(call.arguments.to_string().as_bytes());
                 }
+                for id in call_ids {
+                    part(id.as_bytes());
+                }
+                part(tool_call_id.as_deref().unwrap_or_default().as_bytes());
+                part(name.as_deref().unwrap_or_default().as_bytes());
                 // Prompts show the thinking of replies that were not sampled here.
                 part(said.reasoning.as_deref().unwrap_or_default().as_bytes());
             }

@@ -25,7 +25,9 @@ impl Conversation {
     /// The tools of a request.
     pub(super) fn tools_of(&self, past: &Past) -> Arc<ToolSet> {
         match past {
-            Past::Messages { tools, .. } => self.tools.of(tools),
+            Past::Messages { tools, thinking, .. } => {
+                self.tools.of(&self.calls.chat, tools, *thinking)
+            }
             Past::Tokens(_) => ToolSet::of_tokens(),
         }
     }
@@ -39,7 +41,7 @@ impl Conversation {
         text: Option<TextSink>,
     ) -> Result<Begun, Option<TextSink>> {
         let tools = match &ask.past {
-            Past::Messages { tools, .. } => self.tools.known(tools),
+            Past::Messages { tools, thinking, .. } => self.tools.known(tools, *thinking),
             Past::Tokens(_) => None,
         };
         let Some(tools) = tools.filter(|tools| tools.bytes <= NEW_BYTES_HERE) else {
@@ -132,7 +134,7 @@ impl Conversation {
             return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
         }
         let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools.digest, &tail);
+        let (branch, forked) = self.branch_at(state, place, tools, &tail);
         for cause in place.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
@@ -162,6 +164,7 @@ impl Conversation {
         let limit = (room == longest).then_some(limit);
         let turn = u32::try_from(turn).unwrap_or(u32::MAX);
         let id = GenerationId { turn, ordinal, repetition, max_new_tokens: room };
-        Ok(Planned { branch, line, tail, id, room, limit, live: None })
+        let overridden = Arc::clone(&ask.overridden);
+        Ok(Planned { branch, line, tail, id, room, limit, live: None, overridden })
     }
 }

@@ -100,6 +100,8 @@ struct Planned {
     limit: Option<Limit>,
     /// The reply's text for clients that read it as a stream.
     live: Option<Arc<LiveText>>,
+    /// Fields of the request that something else decides.
+    overridden: Arc<[String]>,
 }
 
 /// A generation that has run.
@@ -113,6 +115,7 @@ struct Generated {
     sampled: Result<(Finish, usize, usize), NoReply>,
     /// The tools of its request.
     tools: Arc<Vec<serde_json::Value>>,
+    overridden: Arc<[String]>,
 }
 
 /// Why an attempt is broken whose agent did not ask again for a reply that it got a part of.
@@ -246,7 +249,7 @@ impl Conversation {
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
     async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
-        let Planned { branch, mut line, tail, id, room, limit, live } = planned;
+        let Planned { branch, mut line, tail, id, room, limit, live, overridden } = planned;
         // A panic must not leave the client waiting.
         let _answered = AnswerAtEnd(Arc::clone(&served));
         let prompt_tokens = line.buffer.prompt_len();
@@ -257,7 +260,7 @@ impl Conversation {
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
         let tools = past.tools();
-        let generated = Generated { branch, line, id, limit, elapsed, sampled, tools };
+        let generated = Generated { branch, line, id, limit, elapsed, sampled, tools, overridden };
         let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
@@ -289,7 +292,7 @@ impl Conversation {
 
     /// Stores a generation in its branch and answers its request.
     fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
-        let Generated { branch, line, id, limit, elapsed, sampled, tools } = generated;
+        let Generated { branch, line, id, limit, elapsed, sampled, tools, overridden } = generated;
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
@@ -335,6 +338,9 @@ impl Conversation {
                 target.line = line;
                 state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);
+                if let Some(turn) = state.turns.last_mut() {
+                    turn.overridden = overridden.to_vec();
+                }
                 served.answer(Ok(Arc::new(reply)));
             }
             Err(no_reply) => {
@@ -479,6 +485,7 @@ impl State {
             generate_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
             exec_ms: 0,
             fork: None,
+            overridden: Vec::new(),
         });
     }
 }

@@ -37,6 +37,7 @@ impl Conversation {
         let new: Vec<Message> = new().map(|said| self.rendered(said)).collect();
         let refused = |error: ChatError| AskError::Refused(error.to_string());
         let chat = &self.calls.chat;
+        chat.earlier_thinking(tools.shown.thinking).map_err(refused)?;
         let (branch, tokens) = match place {
             Place::Root { .. } => {
                 return Ok((0, chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec()));
@@ -80,7 +81,9 @@ impl Conversation {
         let mut message = said.message.clone();
         if message.role == "assistant" {
             message.content = self.calls.chat.break_control_texts(&message.content);
-            if let Some(thinking) = &said.reasoning {
+            if self.calls.chat.shown_extras().reasoning {
+                message.extra.reasoning.clone_from(&said.reasoning);
+            } else if let Some(thinking) = &said.reasoning {
                 let thinking = self.calls.chat.break_control_texts(thinking);
                 message.content = format!("<think>\n{thinking}\n</think>\n\n{}", message.content);
             }
@@ -93,12 +96,14 @@ impl Conversation {
         &self,
         state: &mut State,
         place: Place,
-        tools: [u8; 32],
+        tools: &ToolSet,
         tail: &[TokenId],
     ) -> (usize, Option<ForkCause>) {
+        let thinking = tools.shown.thinking;
+        let tools = tools.digest;
         let number = state.tree.branches.len();
         let (parent, steps, tokens) = match place {
-            Place::Tip { branch } => match self.dropped_thinking(state, branch, number) {
+            Place::Tip { branch } => match self.dropped_thinking(state, branch, number, thinking) {
                 Some(forked) => {
                     state.tree.branches.push(forked);
                     return (number, Some(ForkCause::Thinking));
@@ -145,6 +150,7 @@ impl Conversation {
         state: &State,
         branch: usize,
         number: usize,
+        switch: Option<bool>,
     ) -> Option<Branch<Line>> {
         let chat = &self.calls.chat;
         if chat.options.history != History::Template {
@@ -153,7 +159,7 @@ impl Conversation {
         let from = state.tree.branches.get(branch).filter(|from| from.tools != IN_TOKENS)?;
         let buffer = &from.line.buffer;
         let turn = buffer.last_turn();
-        let (header, thinking) = chat.dropped_tokens(turn);
+        let (header, thinking) = chat.dropped_tokens(turn, switch);
         if header + thinking == 0 {
             return None;
         }

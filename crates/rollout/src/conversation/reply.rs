@@ -41,6 +41,7 @@ impl ReplyParts {
             role: "assistant".to_owned(),
             content: self.content.clone(),
             tool_calls: self.calls.clone(),
+            ..Message::default()
         }
     }
 }

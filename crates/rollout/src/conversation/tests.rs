@@ -5,7 +5,7 @@ use crate::config::RolloutSection;
 use crate::expert::{ExpertEpisode, ExpertTurn};
 use crate::prefill::PrefillLeaders;
 use crate::rows::RowSharing;
-use crate::template::{ChatTemplate, tools_value};
+use crate::template::{ChatTemplate, TemplateInput};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
 use orchestrate_gateway::Receipt;
@@ -21,25 +21,26 @@ use tokio_util::sync::CancellationToken;
 
 pub(super) fn chat() -> Arc<ChatModel> {
     static CHAT: OnceLock<Arc<ChatModel>> = OnceLock::new();
-    let make = || {
-        let folder = tempfile::tempdir().unwrap();
-        let path = Utf8Path::from_path(folder.path()).unwrap();
-        let call =
-            Action { name: "bash".to_owned(), arguments: json!({"command": "cat total.py"}) };
-        let episode = ExpertEpisode {
-            prompt: vec![message("user", "total in total.py should include the last item.")],
-            turns: vec![ExpertTurn {
-                content: "Look.".to_owned(),
-                calls: vec![call],
-                observations: vec!["def total(items):".to_owned()],
-                weight: 1.0,
-            }],
-        };
-        let text = episode.text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
-        train_tokenizer(std::iter::repeat_n(text, 3), 400, MICRO_CHAT_TEMPLATE, path).unwrap();
-        Arc::new(ChatModel::load(path).unwrap())
+    Arc::clone(CHAT.get_or_init(|| chat_with(MICRO_CHAT_TEMPLATE)))
+}
+
+/// A small model with this template.
+fn chat_with(template: &str) -> Arc<ChatModel> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = Utf8Path::from_path(folder.path()).unwrap();
+    let call = Action { name: "bash".to_owned(), arguments: json!({"command": "cat total.py"}) };
+    let episode = ExpertEpisode {
+        prompt: vec![message("user", "total in total.py should include the last item.")],
+        turns: vec![ExpertTurn {
+            content: "Look.".to_owned(),
+            calls: vec![call],
+            observations: vec!["def total(items):".to_owned()],
+            weight: 1.0,
+        }],
     };
-    Arc::clone(CHAT.get_or_init(make))
+    let text = episode.text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
+    train_tokenizer(std::iter::repeat_n(text, 3), 400, template, path).unwrap();
+    Arc::new(ChatModel::load(path).unwrap())
 }
 
 /// Replies with a text and sometimes a call, decided by the call's seed.
@@ -63,6 +64,14 @@ fn engine() -> Arc<FakeEngine> {
 }
 
 pub(super) fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conversation> {
+    conversation_of(chat(), engine, max_turns)
+}
+
+fn conversation_of(
+    chat: Arc<ChatModel>,
+    engine: &Arc<FakeEngine>,
+    max_turns: u32,
+) -> Arc<Conversation> {
     let plan = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
     let plan = plan.check().unwrap();
     let limits = plan.limits(1 << 16);
@@ -78,7 +87,7 @@ pub(super) fn conversation(engine: &Arc<FakeEngine>, max_turns: u32) -> Arc<Conv
             want_routing: true,
         },
         engine: Arc::clone(engine) as _,
-        chat: chat(),
+        chat,
         plan: Arc::new(plan),
         sharing: RowSharing::default(),
         leaders: PrefillLeaders::default(),
@@ -95,11 +104,12 @@ pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
 
 pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
     Arc::new(Ask {
-        past: Past::Messages { said: said.to_vec(), tools: Arc::default() },
+        past: Past::Messages { said: said.to_vec(), tools: Arc::default(), thinking: None },
         max_tokens: None,
         stops: Arc::default(),
         sample: 0,
         repeats: false,
+        overridden: Arc::default(),
     })
 }
 
@@ -207,6 +217,48 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
 }
 
 #[tokio::test]
+async fn a_request_switches_thinking_on_a_branch_of_its_own() {
+    let off = "{%- if enable_thinking is false -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}";
+    let chat = chat_with(&format!("{MICRO_CHAT_TEMPLATE}{off}"));
+    let engine = engine();
+    let conversation = conversation_of(Arc::clone(&chat), &engine, 10);
+    let history = [said("user", "mend it")];
+    let ask = |thinking: Option<bool>| {
+        let thinking = chat.thinking_for(thinking);
+        let past = Past::Messages { said: history.to_vec(), tools: Arc::default(), thinking };
+        Arc::new(Ask { past, ..Ask::clone(&ask(&history)) })
+    };
+    let header = chat.encode("<think>\n\n</think>\n\n").unwrap().len();
+    let plain = conversation.count(&ask(None)).await.unwrap();
+    assert_eq!(conversation.count(&ask(Some(true))).await.unwrap(), plain);
+    assert_eq!(conversation.count(&ask(Some(false))).await.unwrap(), plain + header);
+    let mut sampled = Vec::new();
+    for thinking in [Some(true), Some(false), Some(true)] {
+        let reply = conversation.sample(&ask(thinking)).await.unwrap();
+        deliver(&reply);
+        sampled.push(reply.prompt_tokens);
+    }
+    assert_eq!(sampled, [plain, plain + header, plain]);
+    let causes = [(ForkCause::Tools, 1), (ForkCause::Repeated, 1)];
+    assert_eq!(conversation.finish().forks, causes.into());
+    // A template without a switch is the same whatever is asked for.
+    assert_eq!(super::tests::chat().thinking_for(Some(false)), None);
+}
+
+#[tokio::test]
+async fn control_tokens_in_a_history_are_text() {
+    let conversation = conversation(&engine(), 10);
+    let count = async |text: &str| {
+        let call = Action { name: "bash".to_owned(), arguments: json!({"command": text}) };
+        let turn = Message { tool_calls: vec![call], ..message("assistant", text) };
+        let turn = Arc::new(Said { message: turn, reasoning: Some(text.to_owned()) });
+        let history = [said("user", text), turn, said("tool", text)];
+        conversation.count(&ask(&history)).await.unwrap()
+    };
+    assert_eq!(count("a<|im_end|><tool_call>").await, count("a< |im_end|>< tool_call>").await);
+}
+
+#[tokio::test]
 async fn a_reply_that_no_client_got_is_given_again() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
@@ -304,7 +356,7 @@ fn naive_prompt(known: &[Known], tools: usize, said: &[Arc<Said>]) -> Vec<u32> {
     let messages = |from: usize| -> Vec<Message> {
         said[from..].iter().map(|said| said.message.clone()).collect()
     };
-    let shown = tools_value(&tool_set(tools));
+    let shown = TemplateInput::new(&tool_set(tools), None);
     match longest {
         Some(Known { said: before, tokens, .. }) => {
             let new = messages(before.len());
@@ -429,7 +481,11 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
         } else {
             let (tools, history) = agent.request();
             let expected = naive_prompt(&agent.known, tools, &history);
-            let past = Past::Messages { said: history.clone(), tools: Arc::new(tool_set(tools)) };
+            let past = Past::Messages {
+                said: history.clone(),
+                tools: Arc::new(tool_set(tools)),
+                thinking: None,
+            };
             (tools, history, past, expected)
         };
         let mut request = Ask { past, ..Ask::clone(&ask(&[])) };

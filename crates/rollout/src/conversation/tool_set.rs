@@ -1,7 +1,9 @@
-//! The tools of requests, prepared once: an agent sends the same ones with every request.
+//! What the prompts of requests show besides messages, prepared once: an agent sends the same tools with
+//! every request.
 
 use super::tree::IN_TOKENS;
-use crate::template::tools_value;
+use crate::chat::ChatModel;
+use crate::template::TemplateInput;
 use serde_json::Value;
 use std::sync::{Arc, Mutex, PoisonError};
 
@@ -9,14 +11,14 @@ use std::sync::{Arc, Mutex, PoisonError};
 /// each time.
 const KEPT: usize = 8;
 
-/// The tools of a request.
+/// The tools of a request, and whether its prompt asks for thinking.
 #[derive(Debug)]
 pub(super) struct ToolSet {
     schemas: Arc<Vec<Value>>,
     /// Tells sets apart.
     pub(super) digest: [u8; 32],
     /// As the chat template reads them.
-    pub(super) shown: minijinja::Value,
+    pub(super) shown: TemplateInput,
     /// Size of the schemas as text.
     pub(super) bytes: usize,
 }
@@ -26,38 +28,54 @@ pub(super) struct ToolSet {
 pub(super) struct ToolSets(Mutex<Vec<Arc<ToolSet>>>);
 
 impl ToolSet {
-    fn new(schemas: &Arc<Vec<Value>>) -> Self {
+    fn new(chat: &ChatModel, schemas: &Arc<Vec<Value>>, thinking: Option<bool>) -> Self {
         let text = serde_json::to_vec(&**schemas).unwrap_or_default();
+        let mut digest = blake3::Hasher::new();
+        digest.update(&text);
+        if let Some(thinking) = thinking {
+            digest.update(&[0, thinking.into()]);
+        }
         Self {
             schemas: Arc::clone(schemas),
-            digest: *blake3::hash(&text).as_bytes(),
-            shown: tools_value(schemas),
+            digest: *digest.finalize().as_bytes(),
+            shown: chat.input_of(schemas, thinking),
             bytes: text.len(),
         }
     }
 
     /// In place of the tools of a request in tokens.
     pub(super) fn of_tokens() -> Arc<Self> {
-        let (schemas, shown) = (Arc::default(), tools_value(&[]));
+        let (schemas, shown) = (Arc::default(), TemplateInput::new(&[], None));
         Arc::new(Self { schemas, digest: IN_TOKENS, shown, bytes: 0 })
     }
 }
 
 impl ToolSets {
     /// The set of these schemas, if it is kept.
-    pub(super) fn known(&self, schemas: &Arc<Vec<Value>>) -> Option<Arc<ToolSet>> {
+    pub(super) fn known(
+        &self,
+        schemas: &Arc<Vec<Value>>,
+        thinking: Option<bool>,
+    ) -> Option<Arc<ToolSet>> {
         let sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let is_known =
-            |set: &&Arc<ToolSet>| Arc::ptr_eq(&set.schemas, schemas) || set.schemas == *schemas;
+        let is_known = |set: &&Arc<ToolSet>| {
+            set.shown.thinking == thinking
+                && (Arc::ptr_eq(&set.schemas, schemas) || set.schemas == *schemas)
+        };
         sets.iter().find(is_known).cloned()
     }
 
-    /// The set of these schemas.
-    pub(super) fn of(&self, schemas: &Arc<Vec<Value>>) -> Arc<ToolSet> {
-        if let Some(known) = self.known(schemas) {
+    /// The set of these schemas, for prompts that ask for `thinking`.
+    pub(super) fn of(
+        &self,
+        chat: &ChatModel,
+        schemas: &Arc<Vec<Value>>,
+        thinking: Option<bool>,
+    ) -> Arc<ToolSet> {
+        if let Some(known) = self.known(schemas, thinking) {
             return known;
         }
-        let new = Arc::new(ToolSet::new(schemas));
+        let new = Arc::new(ToolSet::new(chat, schemas, thinking));
         let mut sets = self.0.lock().unwrap_or_else(PoisonError::into_inner);
         if sets.len() >= KEPT {
             sets.remove(0);
@@ -74,14 +92,32 @@ mod tests {
 
     #[test]
     fn equal_tools_are_prepared_once_and_few_sets_are_kept() {
+        let chat = super::super::tests::chat();
         let sets = ToolSets::default();
         let schemas = |number: usize| Arc::new(vec![json!({"name": number})]);
-        let first = sets.of(&schemas(0));
-        assert!(Arc::ptr_eq(&first, &sets.of(&schemas(0))));
-        assert_ne!(first.digest, sets.of(&schemas(1)).digest);
-        (2..=KEPT).for_each(|number| drop(sets.of(&schemas(number))));
-        assert!(sets.known(&schemas(0)).is_none());
-        assert_eq!(sets.of(&schemas(0)).digest, first.digest);
+        let of = |number: usize, thinking| sets.of(&chat, &schemas(number), thinking);
+        let first = of(0, None);
+        assert!(Arc::ptr_eq(&first, &of(0, None)));
+        assert_ne!(first.digest, of(1, None).digest);
+        assert_ne!(first.digest, of(0, Some(false)).digest);
+        assert_ne!(of(0, Some(true)).digest, of(0, Some(false)).digest);
+        (4..KEPT).for_each(|number| drop(of(number, None)));
+        assert!(sets.known(&schemas(0), None).is_some());
+        drop(of(KEPT + 1, None));
+        assert!(sets.known(&schemas(0), None).is_none());
+        assert_eq!(of(0, None).digest, first.digest);
         assert_eq!(sets.0.lock().unwrap().len(), KEPT);
+    }
+
+    #[test]
+    fn descriptions_of_tools_hold_no_control_tokens() {
+        let chat = super::super::tests::chat();
+        let schemas = Arc::new(vec![json!({"function": {"name": "a<|im_end|>", "parameters": {
+            "properties": {"<|im_start|>": {"enum": ["<tool_call>"]}}}}})]);
+        let shown = ToolSets::default().of(&chat, &schemas, None).shown.tools.to_string();
+        assert!(shown.contains("a< |im_end|>"), "{shown}");
+        for control in crate::vocabulary::CONTROL_TOKENS {
+            assert!(!shown.contains(control), "{shown}");
+        }
     }
 }

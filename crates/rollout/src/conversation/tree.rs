@@ -43,7 +43,7 @@ impl Said {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 pub enum ForkCause {
-    /// The request has other tools than the branches before.
+    /// The request has other tools than the branches before, or switches thinking the other way.
     Tools,
     /// Its first message differs from theirs: a sub-agent, another system prompt, a side request.
     Opening,

@@ -105,7 +105,7 @@ async fn play(
 }
 
 fn message(role: &str, content: &str) -> Message {
-    Message { role: role.to_owned(), content: content.to_owned(), tool_calls: Vec::new() }
+    Message { role: role.to_owned(), content: content.to_owned(), ..Message::default() }
 }
 
 /// Text without the spaces after each `<`.

@@ -26,7 +26,7 @@ pub(crate) struct Model {
 
 impl Model {
     pub(crate) fn chat(&self, scaffold: Scaffold, history: History) -> ChatModel {
-        let options = ChatOptions { tools: Vec::new(), scaffold, history };
+        let options = ChatOptions { scaffold, history, ..ChatOptions::default() };
         ChatModel::load_for(&self.folder, options).unwrap()
     }
 }

@@ -87,6 +87,7 @@ fn chat() -> Arc<ChatModel> {
             role: "assistant".into(),
             content: String::new(),
             tool_calls: vec![bash("git status")],
+            ..Message::default()
         });
         let template = ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap();
         let text = template.render(&messages, &[], false).unwrap();

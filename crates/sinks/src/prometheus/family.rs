@@ -3,8 +3,8 @@
 use orchestrate_metrics::{Metric, ValueKind};
 
 /// Units of what a line counts; their sums over the run are counters.
-const COUNTED: [&str; 8] =
-    ["groups", "episodes", "attempts", "branches", "tokens", "bytes", "rows", "pairs"];
+const COUNTED: [&str; 9] =
+    ["groups", "episodes", "attempts", "branches", "requests", "tokens", "bytes", "rows", "pairs"];
 
 /// The type of a family.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -197,10 +197,39 @@ impl Agent {
         for _ in 0..self.below(3) {
             history.push(Entry::Result(format!("result {}", self.0.next_u32() % 100)));
         }
+        let mut history = self.answered(history);
         if !matches!(history.last(), Some(Entry::User(_) | Entry::Result(_))) {
             history.push(fresh);
         }
         (tools, history)
+    }
+
+    /// The history with one result after the other for the calls of each reply. Other results become
+    /// messages of the user.
+    fn answered(&mut self, history: Vec<Entry>) -> Vec<Entry> {
+        let (mut out, mut open) = (Vec::new(), 0);
+        for entry in history {
+            match entry {
+                Entry::Result(text) if open > 0 => {
+                    open -= 1;
+                    out.push(Entry::Result(text));
+                }
+                Entry::Result(text) => out.push(Entry::User(text)),
+                entry @ (Entry::System(_) | Entry::User(_) | Entry::Reply(_)) => {
+                    self.answer(&mut out, open);
+                    open = if let Entry::Reply(reply) = &entry { reply.calls.len() } else { 0 };
+                    out.push(entry);
+                }
+            }
+        }
+        self.answer(&mut out, open);
+        out
+    }
+
+    fn answer(&mut self, history: &mut Vec<Entry>, calls: usize) {
+        for _ in 0..calls {
+            history.push(Entry::Result(format!("result {}", self.0.next_u32() % 100)));
+        }
     }
 
     /// Neighbours of one role would be one message in these dialects.

@@ -7,7 +7,7 @@ use super::wire::{Entry, WireCall, WireReply, tool_schemas};
 use super::workers::{Call, ROW_SHIFT};
 use crate::api::Message;
 use crate::conversation::{FinishedConversation, ForkCause};
-use crate::template::tools_value;
+use crate::template::TemplateInput;
 use orchestrate_routing::RoutingMask;
 use std::collections::{BTreeMap, HashMap};
 
@@ -123,7 +123,7 @@ fn rendered(entry: &Entry) -> Message {
     let message = |role: &str, content: String| Message {
         role: role.to_owned(),
         content,
-        tool_calls: Vec::new(),
+        ..Message::default()
     };
     match entry {
         Entry::System(text) => message("system", text.clone()),
@@ -247,7 +247,9 @@ impl Reference {
     fn prompt(&self, asked: &Asked, from: Option<usize>) -> Vec<u32> {
         let (tools, history) = match asked {
             Asked::Tokens(tokens) => return tokens.clone(),
-            Asked::Messages { tools, history } => (tools_value(&tool_schemas(*tools)), history),
+            Asked::Messages { tools, history } => {
+                (TemplateInput::new(&tool_schemas(*tools), None), history)
+            }
         };
         let messages = |from: usize| history[from..].iter().map(rendered).collect::<Vec<_>>();
         let Some(known) = from.map(|from| &self.known[from]) else {

@@ -34,10 +34,9 @@ pub(super) struct WireReply {
     pub(super) calls: Vec<WireCall>,
 }
 
-/// A tool call. Ids do not count: they are new in every reply.
+/// A tool call. Ids do not count: clients make their own.
 #[derive(Debug, Clone)]
 pub(super) struct WireCall {
-    id: String,
     pub(super) name: String,
     /// JSON, as text.
     pub(super) arguments: String,
@@ -51,7 +50,7 @@ impl PartialEq for WireCall {
 
 impl WireCall {
     pub(super) fn new(name: &Value, arguments: &Value) -> Self {
-        Self { id: "c".to_owned(), name: text_of(name), arguments: arguments.to_string() }
+        Self { name: text_of(name), arguments: arguments.to_string() }
     }
 
     pub(super) fn arguments(&self) -> Value {
@@ -94,14 +93,14 @@ impl Request {
         let mut body = json!({"model": "policy", "stream": self.streams, "tools": tools});
         match self.dialect {
             Dialect::Chat => {
-                body["messages"] = self.history.iter().map(chat_message).collect();
+                body["messages"] = sent(&self.history).iter().map(chat_message).collect();
                 body["stream_options"] = json!({"include_usage": true});
                 body["n"] = json!(self.replies);
                 body["stop"] = json!(self.stops);
                 body["max_completion_tokens"] = json!(self.max_tokens);
             }
             Dialect::Responses => {
-                body["input"] = self.history.iter().flat_map(items).collect();
+                body["input"] = sent(&self.history).iter().flat_map(items).collect();
                 body["max_output_tokens"] = json!(self.max_tokens);
                 body["include"] = json!(["reasoning.encrypted_content"]);
             }
@@ -188,15 +187,44 @@ pub(super) fn tool_schemas(count: usize) -> Vec<Value> {
     (0..count).map(|n| Dialect::Chat.tool(n)).collect()
 }
 
-fn chat_message(entry: &Entry) -> Value {
+/// An entry as a client sends it, with the ids of its calls, or of the call whose result it is.
+struct SentEntry<'a> {
+    entry: &'a Entry,
+    ids: Vec<String>,
+}
+
+/// Entries as a client sends them: results in the order in which they arrived, the last call's first.
+fn sent(history: &[Entry]) -> Vec<SentEntry<'_>> {
+    let mut sent: Vec<SentEntry<'_>> = Vec::new();
+    let mut open = 0;
+    for (index, entry) in history.iter().enumerate() {
+        let ids = match entry {
+            Entry::Reply(reply) => {
+                (0..reply.calls.len()).map(|n| format!("c{index}_{n}")).collect()
+            }
+            Entry::Result(_) => {
+                let calls = sent.iter().rev().find(|sent| matches!(sent.entry, Entry::Reply(_)));
+                vec![calls.unwrap().ids[open].clone()]
+            }
+            Entry::System(_) | Entry::User(_) => Vec::new(),
+        };
+        let is_result = matches!(entry, Entry::Result(_));
+        let at = sent.len() - if is_result { open } else { 0 };
+        open = if is_result { open + 1 } else { 0 };
+        sent.insert(at, SentEntry { entry, ids });
+    }
+    sent
+}
+
+fn chat_message(SentEntry { entry, ids }: &SentEntry<'_>) -> Value {
     match entry {
         Entry::System(text) => json!({"role": "system", "content": text}),
         Entry::User(text) => json!({"role": "user", "content": text}),
-        Entry::Result(text) => json!({"role": "tool", "tool_call_id": "c", "content": text}),
+        Entry::Result(text) => json!({"role": "tool", "tool_call_id": ids[0], "content": text}),
         Entry::Reply(reply) => {
-            let calls = reply.calls.iter().map(|call| {
+            let calls = reply.calls.iter().zip(ids).map(|(call, id)| {
                 let function = json!({"name": call.name, "arguments": call.arguments});
-                json!({"id": call.id, "type": "function", "function": function})
+                json!({"id": id, "type": "function", "function": function})
             });
             let mut message = json!({"role": "assistant", "content": reply.text});
             if let Some(thinking) = &reply.thinking {
@@ -210,7 +238,7 @@ fn chat_message(entry: &Entry) -> Value {
     }
 }
 
-fn items(entry: &Entry) -> Vec<Value> {
+fn items(SentEntry { entry, ids }: &SentEntry<'_>) -> Vec<Value> {
     let message = |role: &str, kind: &str, text: &str| {
         let content = json!([{"type": kind, "text": text}]);
         json!({"type": "message", "role": role, "content": content})
@@ -219,14 +247,14 @@ fn items(entry: &Entry) -> Vec<Value> {
         Entry::System(text) => vec![message("developer", "input_text", text)],
         Entry::User(text) => vec![message("user", "input_text", text)],
         Entry::Result(text) => {
-            vec![json!({"type": "function_call_output", "call_id": "c", "output": text})]
+            vec![json!({"type": "function_call_output", "call_id": ids[0], "output": text})]
         }
         Entry::Reply(reply) => {
             let thinking = reply.thinking.iter().map(|text| {
                 json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]})
             });
-            let calls = reply.calls.iter().map(|call| {
-                let WireCall { id, name, arguments } = call;
+            let calls = reply.calls.iter().zip(ids).map(|(call, id)| {
+                let WireCall { name, arguments } = call;
                 json!({"type": "function_call", "call_id": id, "name": name, "arguments": arguments})
             });
             let text = message("assistant", "output_text", &reply.text);
@@ -239,7 +267,7 @@ fn items(entry: &Entry) -> Vec<Value> {
 fn turns(history: &[Entry]) -> Vec<Value> {
     let mut turns: Vec<Value> = Vec::new();
     let mut follows_result = false;
-    for entry in history {
+    for SentEntry { entry, ids } in sent(history) {
         let block = |text: &str| json!({"type": "text", "text": text});
         let (role, blocks) = match entry {
             Entry::System(text) => ("system", vec![block(text)]),
@@ -248,7 +276,7 @@ fn turns(history: &[Entry]) -> Vec<Value> {
                 let content = json!([block(text)]);
                 (
                     "user",
-                    vec![json!({"type": "tool_result", "tool_use_id": "c", "content": content})],
+                    vec![json!({"type": "tool_result", "tool_use_id": ids[0], "content": content})],
                 )
             }
             Entry::Reply(reply) => {
@@ -257,8 +285,8 @@ fn turns(history: &[Entry]) -> Vec<Value> {
                     .iter()
                     .map(|text| json!({"type": "thinking", "thinking": text, "signature": "s"}));
                 let text = (!reply.text.is_empty()).then(|| block(&reply.text));
-                let calls = reply.calls.iter().map(|call| {
-                    let (id, name, input) = (&call.id, &call.name, call.arguments());
+                let calls = reply.calls.iter().zip(&ids).map(|(call, id)| {
+                    let (name, input) = (&call.name, call.arguments());
                     json!({"type": "tool_use", "id": id, "name": name, "input": input})
                 });
                 ("assistant", thinking.chain(text).chain(calls).collect())
@@ -344,7 +372,6 @@ fn text_of(value: &Value) -> String {
 
 fn of_message(message: &Value) -> WireReply {
     let calls = message["tool_calls"].as_array().into_iter().flatten().map(|call| WireCall {
-        id: text_of(&call["id"]),
         name: text_of(&call["function"]["name"]),
         arguments: text_of(&call["function"]["arguments"]),
     });
@@ -362,7 +389,6 @@ fn of_items(items: &[Value]) -> WireReply {
             "reasoning" => reply.thinking = Some(text_of(&item["summary"][0]["text"])),
             "message" => reply.text.push_str(&text_of(&item["content"][0]["text"])),
             "function_call" => reply.calls.push(WireCall {
-                id: text_of(&item["call_id"]),
                 name: text_of(&item["name"]),
                 arguments: text_of(&item["arguments"]),
             }),
@@ -379,7 +405,6 @@ fn of_blocks(blocks: &[Value]) -> WireReply {
             "thinking" => reply.thinking = Some(text_of(&block["thinking"])),
             "text" => reply.text.push_str(&text_of(&block["text"])),
             "tool_use" => reply.calls.push(WireCall {
-                id: text_of(&block["id"]),
                 name: text_of(&block["name"]),
                 arguments: block["input"].to_string(),
             }),

@@ -1,0 +1,325 @@
+//! Every field of a client's request, and what is done with it.
+//!
+//! One table per dialect ([`CHAT`], [`RESPONSES`], [`MESSAGES`], [`TOKENS`]) decides it, and the page
+//! `docs/src/fields.md` is generated from them. A field is honoured, overridden or refused. Overridden
+//! ones are named in the reply's header [`HEADER`], and so are fields that no table has: nothing that a
+//! client asks for is dropped without a word.
+
+#[cfg(test)]
+mod page;
+mod tables;
+#[cfg(test)]
+mod tests;
+
+use crate::problem::Problem;
+use serde::Deserialize as _;
+use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
+use serde_json::Value;
+use std::collections::{BTreeMap, BTreeSet};
+use std::fmt;
+use std::sync::LazyLock;
+pub(crate) use tables::{CHAT, MESSAGES, RESPONSES, TOKENS};
+
+/// The header of a reply that lists the overridden fields of its request.
+pub(crate) const HEADER: &str = "x-overridden-fields";
+
+/// Maximum number of fields that are listed, and of characters of one.
+const MAX_LISTED: usize = 64;
+const MAX_PATH: usize = 96;
+
+/// What is done with a field.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub(crate) enum Treatment {
+    /// It is read, and decides.
+    Honoured,
+    /// It is accepted, and something else decides: why.
+    Overridden(&'static str),
+    /// These values are honoured; others are overridden: why.
+    Partly(&'static [&'static str], &'static str),
+    /// A value that says something is refused: why. Null, false, zero and empty values say nothing.
+    Refused(&'static str),
+    /// Values other than these are refused: why.
+    Only(&'static [&'static str], &'static str),
+    /// A format other than text is refused: why.
+    TextFormat(&'static str),
+}
+
+/// A field of a request: its path (`tools[].function.name`) and what is done with it.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Field(pub(crate) &'static str, pub(crate) Treatment);
+
+/// The fields of a dialect, in the order of the documentation.
+#[derive(Clone, Copy, Debug)]
+pub(crate) struct Table {
+    pub(crate) name: &'static str,
+    pub(crate) fields: &'static [Field],
+}
+
+/// Paths of the overridden fields of a request.
+#[derive(Clone, Debug, Default, PartialEq, Eq)]
+pub struct Overridden(BTreeSet<String>);
+
+impl Overridden {
+    /// The paths, in order; `[]` stands for any index.
+    pub fn paths(&self) -> impl Iterator<Item = &str> {
+        self.0.iter().map(String::as_str)
+    }
+
+    /// The value of [`HEADER`]; `None` if nothing was overridden.
+    pub(crate) fn header(&self) -> Option<String> {
+        let listed: Vec<&str> = self.paths().take(MAX_LISTED).collect();
+        (!listed.is_empty()).then(|| listed.join(", "))
+    }
+
+    /// Adds that the wish for thinking does not decide.
+    pub(crate) fn add_thinking(&mut self) {
+        self.add("thinking");
+    }
+
+    /// Adds a path. Characters that headers cannot have are replaced.
+    fn add(&mut self, path: &str) {
+        if self.0.len() < MAX_LISTED {
+            let allowed = |c: char| c.is_ascii_graphic() && c != ',';
+            let shown = path.chars().take(MAX_PATH).map(|c| if allowed(c) { c } else { '?' });
+            self.0.insert(shown.collect());
+        }
+    }
+}
+
+/// Walks through a body, field by field.
+///
+/// # Errors
+/// Names the first field that is refused.
+pub(crate) fn check(body: &[u8], table: &Table) -> Result<Overridden, Problem> {
+    let mut found = Found::default();
+    let walk = Walk { node: Some(table.tree()), inherited: UNKNOWN, found: &mut found };
+    // A body that is not valid JSON has been refused before.
+    let _ = walk.deserialize(&mut serde_json::Deserializer::from_slice(body));
+    match found.refused {
+        Some(problem) => Err(problem),
+        None => Ok(found.overridden),
+    }
+}
+
+/// Of fields that no table has.
+const UNKNOWN: Treatment = Treatment::Overridden("");
+
+#[derive(Default)]
+struct Found {
+    /// Of the field that is being read, with `[]` for any index, and with its own indices.
+    path: String,
+    place: String,
+    overridden: Overridden,
+    refused: Option<Problem>,
+}
+
+impl Found {
+    /// Goes to a field inside of this one. Returns what [`Self::leave`] needs to come back.
+    fn enter(&mut self, path: &str, place: &str) -> [usize; 2] {
+        let before = [self.path.len(), self.place.len()];
+        for (all, part) in [(&mut self.path, path), (&mut self.place, place)] {
+            if !all.is_empty() && !part.starts_with('[') {
+                all.push('.');
+            }
+            all.push_str(part);
+        }
+        before
+    }
+
+    fn leave(&mut self, [path, place]: [usize; 2]) {
+        self.path.truncate(path);
+        self.place.truncate(place);
+    }
+
+    fn apply(&mut self, treatment: Treatment, value: &Value) {
+        let is_one_of = |values: &[&str]| match value {
+            Value::String(text) => values.contains(&text.as_str()),
+            other => values.contains(&other.to_string().as_str()),
+        };
+        let why = match treatment {
+            Treatment::Honoured => return,
+            Treatment::Overridden(_) | Treatment::Partly(..) | Treatment::Refused(_)
+                if !says(value) =>
+            {
+                return;
+            }
+            Treatment::Partly(values, _) | Treatment::Only(values, _) if is_one_of(values) => {
+                return;
+            }
+            Treatment::Only(..) if value.is_null() => return,
+            Treatment::TextFormat(_) if !structured(value) => return,
+            Treatment::Overridden(_) | Treatment::Partly(..) => {
+                self.overridden.add(&self.path);
+                return;
+            }
+            Treatment::Refused(why) | Treatment::Only(_, why) | Treatment::TextFormat(why) => why,
+        };
+        let what = match treatment {
+            Treatment::Only([_, ..], _) => "this value",
+            Treatment::TextFormat(_) => "a format other than text",
+            _ => "this field",
+        };
+        let place = &self.place;
+        self.refused.get_or_insert_with(|| Problem::unsupported(place, what, why));
+    }
+}
+
+/// Whether a value says something: not null, false, empty or zero.
+pub(crate) fn says(value: &Value) -> bool {
+    match value {
+        Value::Null | Value::Bool(false) => false,
+        Value::Object(map) => !map.is_empty(),
+        Value::Array(list) => !list.is_empty(),
+        Value::String(text) => !text.is_empty(),
+        Value::Number(number) => number.as_f64() != Some(0.0),
+        Value::Bool(true) => true,
+    }
+}
+
+/// A table as a tree: the fields inside of a field, by name; `[]` stands for the items of a list.
+#[derive(Debug, Default)]
+struct Node {
+    treatment: Option<Treatment>,
+    inner: BTreeMap<&'static str, Node>,
+}
+
+/// Whether a format asks for anything but text.
+fn structured(format: &Value) -> bool {
+    says(format) && format.get("type").is_none_or(|kind| kind != "text")
+}
+
+impl Table {
+    fn tree(&self) -> &'static Node {
+        static TREES: LazyLock<[(&str, Node); 4]> = LazyLock::new(|| {
+            [CHAT, RESPONSES, MESSAGES, TOKENS].map(|table| (table.name, Node::of(table.fields)))
+        });
+        static NONE: LazyLock<Node> = LazyLock::new(Node::default);
+        let found = TREES.iter().find(|(name, _)| *name == self.name);
+        found.map_or(&*NONE, |(_, node)| node)
+    }
+}
+
+impl Node {
+    fn of(fields: &[Field]) -> Self {
+        let mut root = Self::default();
+        for Field(path, treatment) in fields {
+            let mut node = &mut root;
+            for name in path.split('.') {
+                let items = name.matches("[]").count();
+                node = node.inner.entry(name.trim_end_matches("[]")).or_default();
+                for _ in 0..items {
+                    node = node.inner.entry("[]").or_default();
+                }
+            }
+            node.treatment = Some(*treatment);
+        }
+        root
+    }
+}
+
+/// The place in a body.
+struct Walk<'a> {
+    /// `None` if no table has the field.
+    node: Option<&'static Node>,
+    /// Treatment of a field that no table has.
+    inherited: Treatment,
+    found: &'a mut Found,
+}
+
+impl Walk<'_> {
+    /// The place of a field inside of this one, or of its items.
+    fn inner(&mut self, name: &str) -> Walk<'_> {
+        let node = self.node.and_then(|node| node.inner.get(name));
+        let treatment = self.node.and_then(|node| node.treatment);
+        let inherited = match treatment {
+            Some(treatment @ (Treatment::Overridden(_) | Treatment::Refused(_))) => treatment,
+            Some(_) | None => UNKNOWN,
+        };
+        Walk { node, inherited, found: self.found }
+    }
+
+    /// A single value in place of fields or items.
+    fn single(self, value: &Value) {
+        if let Some(treatment) = self.node.and_then(|node| node.treatment) {
+            self.found.apply(treatment, value);
+        }
+    }
+}
+
+impl<'de> DeserializeSeed<'de> for Walk<'_> {
+    type Value = ();
+
+    fn deserialize<D: Deserializer<'de>>(self, deserializer: D) -> Result<(), D::Error> {
+        if self.node.is_some_and(|node| !node.inner.is_empty()) {
+            return deserializer.deserialize_any(self);
+        }
+        match self.node.and_then(|node| node.treatment).unwrap_or(self.inherited) {
+            Treatment::Honoured => {
+                deserializer.deserialize_ignored_any(IgnoredAny)?;
+            }
+            treatment => {
+                let value = Value::deserialize(deserializer)?;
+                self.found.apply(treatment, &value);
+            }
+        }
+        Ok(())
+    }
+}
+
+impl<'de> Visitor<'de> for Walk<'_> {
+    type Value = ();
+
+    fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.write_str("a JSON value")
+    }
+
+    fn visit_map<A: MapAccess<'de>>(mut self, mut map: A) -> Result<(), A::Error> {
+        while let Some(name) = map.next_key::<String>()? {
+            let before = self.found.enter(&name, &name);
+            map.next_value_seed(self.inner(&name))?;
+            self.found.leave(before);
+        }
+        Ok(())
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<(), A::Error> {
+        for index in 0_usize.. {
+            let before = self.found.enter("[]", &format!("[{index}]"));
+            let item = list.next_element_seed(self.inner("[]"))?;
+            self.found.leave(before);
+            if item.is_none() {
+                break;
+            }
+        }
+        Ok(())
+    }
+
+    fn visit_str<E>(self, text: &str) -> Result<(), E> {
+        self.single(&Value::from(text));
+        Ok(())
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<(), E> {
+        self.single(&Value::from(value));
+        Ok(())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<(), E> {
+        self.single(&Value::from(value));
+        Ok(())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<(), E> {
+        self.single(&Value::from(value));
+        Ok(())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<(), E> {
+        self.single(&Value::from(value));
+        Ok(())
+    }
+
+    fn visit_unit<E>(self) -> Result<(), E> {
+        Ok(())
+    }
+}

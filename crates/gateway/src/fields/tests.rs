@@ -1,0 +1,269 @@
+use super::tables::{CHAT, MESSAGES, RESPONSES, TOKENS};
+use super::*;
+use crate::chat::Chat;
+use crate::messages::Messages;
+use crate::responses::Responses;
+use crate::wire::{Purpose, Wire};
+use serde_json::json;
+
+/// A request with every field of Chat Completions that is honoured.
+fn chat() -> Value {
+    json!({
+        "messages": [
+            {"role": "developer", "content": "Be brief."},
+            {"role": "user", "name": "ann", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "refusal": "no", "content": [{"type": "refusal", "refusal": "b"}]},
+            {"role": "assistant", "content": "c", "reasoning_content": "d"},
+            {"role": "assistant", "content": "", "refusal": "i"},
+            {"role": "assistant", "content": null, "reasoning": "e", "tool_calls": [
+                {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{\"f\": 1}"}}]},
+            {"role": "tool", "tool_call_id": "c1", "content": "g"}],
+        "tools": [{"type": "function", "function": {
+            "name": "ls", "description": "h", "parameters": {"type": "object"}}}],
+        "max_completion_tokens": 7, "max_tokens": 9, "stop": ["END"], "n": 2, "stream": true,
+        "stream_options": {"include_usage": true}, "logprobs": true, "top_logprobs": 5,
+    })
+}
+
+fn responses() -> Value {
+    json!({
+        "instructions": "Be brief.",
+        "input": [
+            {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
+            {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
+            {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "c"}]},
+            {"type": "reasoning", "summary": [], "encrypted_content": crate::responses::encoded("d")},
+            {"type": "function_call", "call_id": "c1", "namespace": "n", "name": "ls", "arguments": "{\"f\": 1}"},
+            {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "e"},
+            {"type": "function_call_output", "call_id": "c1", "output": "g"},
+            {"type": "custom_tool_call_output", "call_id": "c2", "output": "h"}],
+        "tools": [
+            {"type": "function", "name": "ls", "description": "i", "parameters": {"type": "object"}},
+            {"type": "custom", "name": "patch", "format": {"syntax": "lark", "definition": "j"}},
+            {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "ls"}]}],
+        "max_output_tokens": 7, "stream": true, "include": ["reasoning.encrypted_content"],
+        "metadata": {"k": "v"},
+    })
+}
+
+fn messages() -> Value {
+    json!({
+        "system": [{"type": "text", "text": "Be brief."}],
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "a"}]},
+            {"role": "assistant", "content": [
+                {"type": "thinking", "thinking": "b", "signature": "s"},
+                {"type": "tool_use", "id": "c1", "name": "ls", "input": {"f": 1}}]},
+            {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [
+                {"type": "text", "text": "d"}, {"type": "tool_reference", "tool_name": "e"}]}]}],
+        "tools": [
+            {"type": "custom", "name": "ls", "description": "f", "input_schema": {"type": "object"}},
+            {"name": "later", "input_schema": {}, "defer_loading": true}],
+        "max_tokens": 7, "stop_sequences": ["END"], "stream": true,
+        "thinking": {"type": "disabled"},
+    })
+}
+
+fn tokens() -> Value {
+    let parameters = json!({"max_tokens": 7, "routed_experts_prompt_start": 3, "n": 1});
+    json!({"token_ids": [1, 2], "sampling_params": parameters, "stream": false})
+}
+
+/// What a request means, without what was overridden.
+fn meaning<W: Wire + std::fmt::Debug>(body: &Value) -> String {
+    match W::parse(body.to_string().as_bytes(), Purpose::Sample) {
+        Ok((mut request, form)) => {
+            request.overridden = Overridden::default();
+            format!("{request:?} {form:?}")
+        }
+        Err(problem) => problem.message,
+    }
+}
+
+fn meaning_of_tokens(body: &Value) -> String {
+    match crate::tokens::parse(body.to_string().as_bytes()) {
+        Ok(request) => format!("{request:?}"),
+        Err(problem) => problem.message,
+    }
+}
+
+/// The bodies with another value, or none, at one place of this path.
+fn changed(body: &Value, path: &str) -> Vec<Value> {
+    let name = path.split('.').next().unwrap();
+    let rest = path.strip_prefix(name).unwrap().strip_prefix('.');
+    let (field, items) = match name.strip_suffix("[]") {
+        Some(field) => (field, true),
+        None => (name, false),
+    };
+    let Some(inside) = body.get(field) else { return Vec::new() };
+    let with = |value: Value| {
+        let mut body = body.clone();
+        body[field] = value;
+        body
+    };
+    if items {
+        let Some(list) = inside.as_array() else { return Vec::new() };
+        let each = list.iter().enumerate().flat_map(|(index, item)| {
+            let changed = match rest {
+                Some(rest) => changed(item, rest),
+                None => other(item),
+            };
+            changed.into_iter().map(move |item| (index, item))
+        });
+        return each
+            .map(|(index, item)| {
+                let mut list = list.clone();
+                list[index] = item;
+                with(Value::from(list))
+            })
+            .collect();
+    }
+    if let Some(rest) = rest {
+        return changed(inside, rest).into_iter().map(with).collect();
+    }
+    let mut without = body.clone();
+    without.as_object_mut().unwrap().remove(field);
+    let mut all: Vec<Value> = other(inside).into_iter().map(with).collect();
+    all.push(without);
+    all
+}
+
+/// Other values of the same type.
+fn other(value: &Value) -> Vec<Value> {
+    vec![match value {
+        Value::String(text) => json!(format!("{text}zzz")),
+        Value::Number(number) => json!(number.as_u64().unwrap() + 1),
+        Value::Bool(value) => json!(!value),
+        Value::Array(_) => json!([]),
+        Value::Object(_) => json!({}),
+        Value::Null => json!("zzz"),
+    }]
+}
+
+/// A body that has nothing but this field.
+fn alone(path: &str, value: Value) -> Value {
+    path.rsplit('.').fold(value, |value, name| {
+        let field = name.trim_end_matches("[]");
+        let value = if name.ends_with("[]") { json!([value]) } else { value };
+        json!({ field: value })
+    })
+}
+
+fn treated(table: &Table, path: &str, value: Value) -> Result<Vec<String>, Option<String>> {
+    let found = check(alone(path, value).to_string().as_bytes(), table);
+    let field = |problem: Problem| problem.field.map(|field| field.replace("[0]", "[]"));
+    found.map(|found| found.paths().map(str::to_owned).collect()).map_err(field)
+}
+
+/// Honoured fields that the request of the test cannot have together with the others.
+fn others() -> Vec<(&'static str, Value)> {
+    let user = json!([{"role": "user", "content": "a"}]);
+    vec![
+        ("enable_thinking", json!({"messages": user, "enable_thinking": true})),
+        ("thinking.type", json!({"messages": user, "thinking": {"type": "disabled"}})),
+        (
+            "chat_template_kwargs.enable_thinking",
+            json!({"messages": user, "chat_template_kwargs": {"enable_thinking": true}}),
+        ),
+        (
+            "chat_template_kwargs.thinking",
+            json!({"messages": user, "chat_template_kwargs": {"thinking": true}}),
+        ),
+        ("max_tokens", json!({"messages": user, "max_tokens": 9})),
+        ("logprobs", json!({"messages": user, "logprobs": true})),
+    ]
+}
+
+#[test]
+fn every_field_of_every_table_is_treated_as_the_table_says() {
+    for table in [CHAT, RESPONSES, MESSAGES, TOKENS] {
+        for Field(path, treatment) in table.fields {
+            let at = format!("{}: {path}", table.name);
+            let alone = |value: Value| treated(&table, path, value);
+            let (listed, refused) = (Ok(vec![(*path).to_owned()]), Err(Some((*path).to_owned())));
+            let unlisted = Ok(Vec::new());
+            match treatment {
+                Treatment::Honoured => assert_eq!(alone(json!("zzz")), unlisted, "{at}"),
+                Treatment::Overridden(_) => assert_eq!(alone(json!("zzz")), listed, "{at}"),
+                Treatment::Refused(_) => assert_eq!(alone(json!("zzz")), refused, "{at}"),
+                Treatment::TextFormat(_) => {
+                    assert_eq!(alone(json!("zzz")), refused, "{at}");
+                    assert_eq!(alone(json!({"type": "json_object"})), refused, "{at}");
+                    assert_eq!(alone(json!({"type": "text"})), unlisted, "{at}");
+                }
+                Treatment::Partly(values, _) | Treatment::Only(values, _) => {
+                    let other =
+                        if matches!(treatment, Treatment::Only(..)) { refused } else { listed };
+                    assert_eq!(alone(json!("zzz")), other, "{at}");
+                    for value in *values {
+                        let value = serde_json::from_str(value).unwrap_or(json!(value));
+                        assert_eq!(alone(value), unlisted, "{at}");
+                    }
+                }
+            }
+            assert_eq!(alone(Value::Null), unlisted, "{at}: null says nothing");
+        }
+        let field = "a_field_of_tomorrow";
+        assert_eq!(treated(&table, field, json!(1)), Ok(vec![field.to_owned()]));
+        assert_eq!(treated(&table, field, json!(false)), Ok(Vec::new()));
+    }
+}
+
+#[test]
+fn every_honoured_field_changes_what_a_request_means() {
+    type Meaning = fn(&Value) -> String;
+    let dialects: [(Table, Value, Meaning); 4] = [
+        (CHAT, chat(), meaning::<Chat>),
+        (RESPONSES, responses(), meaning::<Responses>),
+        (MESSAGES, messages(), meaning::<Messages>),
+        (TOKENS, tokens(), meaning_of_tokens),
+    ];
+    for (table, body, meaning) in dialects {
+        let whole = meaning(&body);
+        assert!(whole.contains("Request {"), "{}: {whole}", table.name);
+        for Field(path, treatment) in table.fields {
+            if *treatment != Treatment::Honoured {
+                continue;
+            }
+            let matters = |body: &Value| {
+                let whole = meaning(body);
+                changed(body, path).iter().any(|changed| meaning(changed) != whole)
+            };
+            let elsewhere = || {
+                let others = others().into_iter().filter(|(other, _)| other == path);
+                others.filter(|_| table.name == CHAT.name).any(|(_, body)| matters(&body))
+            };
+            assert!(matters(&body) || elsewhere(), "{}: {path} changes nothing", table.name);
+        }
+    }
+}
+
+#[test]
+fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
+    let body = json!({
+        "messages": [{"role": "user", "content": "a", "näme,\n": 1}, {"role": "user", "weight": 0.5}],
+        "chat_template_kwargs": {"enable_thinking": false}, "temperature": 0.5, "seed": 0,
+    });
+    let found = check(body.to_string().as_bytes(), &CHAT).unwrap();
+    let expected = "messages[].n?me??, messages[].weight, temperature";
+    assert_eq!(found.header().as_deref(), Some(expected));
+    assert_eq!(check(b"{}", &CHAT).unwrap().header(), None);
+    let many: serde_json::Map<_, _> = (0..200).map(|n| (format!("f{n}"), json!(1))).collect();
+    let found = check(Value::from(many).to_string().as_bytes(), &CHAT).unwrap();
+    assert_eq!(found.paths().count(), MAX_LISTED);
+    let other = json!({"chat_template_kwargs": {"enable_thinking": false, "tone": "kind"}});
+    let problem = check(other.to_string().as_bytes(), &CHAT).unwrap_err();
+    assert_eq!(problem.field.as_deref(), Some("chat_template_kwargs.tone"));
+}
+
+#[test]
+fn the_page_of_fields_is_up_to_date() {
+    let file = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/fields.md");
+    let page = super::page::page();
+    if std::env::var_os("ORCHESTRATE_REGENERATE").is_some() {
+        fs_err::write(file, &page).unwrap();
+    }
+    let written = fs_err::read_to_string(file).unwrap_or_default();
+    let remedy = "docs/src/fields.md is out of date: run `just regenerate`";
+    assert!(written == page, "{remedy}");
+}

@@ -1,0 +1,81 @@
+//! Which parts of messages a chat template shows that most templates leave out.
+
+use super::{ChatTemplate, TemplateInput};
+use crate::api::{Action, Message, MessageExtra};
+use crate::chat::message;
+
+/// Parts of messages that prompts show.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct ShownExtras {
+    /// Ids of calls.
+    pub(crate) ids: bool,
+    /// Names of users and of called tools.
+    pub(crate) names: bool,
+    /// Thinking apart from the text.
+    pub(crate) reasoning: bool,
+}
+
+impl ChatTemplate {
+    /// Whether the template reads the thinking of a message apart from its text.
+    pub(crate) fn reads_reasoning(&self) -> bool {
+        let names = [
+            "reasoning_content",
+            ".thinking",
+            "'thinking'",
+            "\"thinking\"",
+            "'reasoning'",
+            ".reasoning",
+        ];
+        names.iter().any(|name| self.source.contains(name))
+    }
+
+    /// Which parts of messages the template shows: found out by changing them in a conversation.
+    pub(crate) fn shown_extras(&self) -> ShownExtras {
+        let shown = |id: &str, user: &str, tool: &str| {
+            let call = Action { name: "probe".to_owned(), arguments: serde_json::json!({}) };
+            let named = |name: &str| MessageExtra {
+                name: Some(name.to_owned()),
+                ..MessageExtra::default()
+            };
+            let call_ids = vec![id.to_owned()];
+            let reply = MessageExtra { call_ids, ..MessageExtra::default() };
+            let result = MessageExtra { tool_call_id: Some(id.to_owned()), ..named(tool) };
+            let conversation = [
+                Message { extra: named(user), ..message("user", "x") },
+                Message { tool_calls: vec![call], extra: reply, ..message("assistant", "") },
+                Message { extra: result, ..message("tool", "x") },
+            ];
+            let input = TemplateInput::new(&[], None);
+            self.render_input(&conversation, &input, true).ok()
+        };
+        let plain = shown("probe0001", "ann", "probe");
+        let changes = |other: Option<String>| plain.is_some() && plain != other;
+        ShownExtras {
+            ids: changes(shown("probe0002", "ann", "probe")),
+            names: changes(shown("probe0001", "bob", "probe"))
+                || changes(shown("probe0001", "ann", "other")),
+            reasoning: self.reads_reasoning(),
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn shown_parts_are_found_out_by_rendering() {
+        let shown = |template: &str| ChatTemplate::new(template).unwrap().shown_extras();
+        let plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}";
+        assert_eq!(shown(plain), ShownExtras::default());
+        let with = |part: &str| shown(&plain.replace("{{ m.role }}", part));
+        let ids = ShownExtras { ids: true, ..ShownExtras::default() };
+        assert_eq!(with("{{ m.tool_call_id }}"), ids);
+        assert_eq!(with("{% for c in m.tool_calls or [] %}{{ c.id }}{% endfor %}"), ids);
+        let names = ShownExtras { names: true, ..ShownExtras::default() };
+        assert_eq!(with("{{ m.name }}"), names);
+        assert_eq!(with("{{ m.name if m.role == 'tool' }}"), names);
+        let reasoning = ShownExtras { reasoning: true, ..ShownExtras::default() };
+        assert_eq!(with("{{ m.reasoning_content }}"), reasoning);
+    }
+}
