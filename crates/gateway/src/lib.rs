@@ -103,6 +103,8 @@ mod tokens;
 mod wire;
 
 #[cfg(test)]
+mod foreign_text;
+#[cfg(test)]
 mod golden;
 #[cfg(test)]
 mod round_trip;

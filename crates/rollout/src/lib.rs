@@ -27,6 +27,7 @@ mod machine;
 mod offload;
 mod prefill;
 mod prefix;
+mod reply;
 mod repository;
 mod reward;
 mod rows;
@@ -63,7 +64,7 @@ pub use prefix::History;
 pub use reward::{RewardCompat, RewardSection, RewardSettings};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
-pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};
+pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold, WrittenTurn};
 pub use template::ChatTemplate;
 pub use tool_format::ToolFormat;
 pub use tool_server::{

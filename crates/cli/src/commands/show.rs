@@ -392,10 +392,11 @@ fn returned_metrics(summary: &EpisodeSummary) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_rollout::{Fork, Scaffold, ToolFormat};
+    use orchestrate_rollout::{Fork, Scaffold, ToolFormat, WrittenTurn};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
-        let calls = scaffold.parse(ToolFormat::Json, text, &[]).into_iter().flatten();
+        let calls =
+            scaffold.parse(WrittenTurn::new(ToolFormat::Json, text), &[]).into_iter().flatten();
         let turn = TurnLog {
             text: text.to_owned(),
             actions: calls.map(|(action, _)| action).collect(),

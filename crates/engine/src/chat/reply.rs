@@ -4,6 +4,7 @@ use crate::error::EngineErrorKind;
 use crate::generation::Finish;
 use crate::message::{AssistantMessage, FunctionCall, ToolCall};
 use crate::reply::{invalid_field, parse, truncated};
+use orchestrate_types::mended_json;
 use serde::Deserialize;
 
 #[derive(Deserialize)]
@@ -49,7 +50,9 @@ pub(crate) fn read(
     body: &[u8],
     messages: usize,
 ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
-    let reply: Reply = parse(body)?;
+    // A model may write one half of a surrogate pair in the arguments of a call.
+    let body = mended_json(body);
+    let reply: Reply = parse(&body)?;
     let count = reply.choices.len();
     let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
         return Err(invalid_field("choices", format!("{count} choices, but 1 was requested")));
@@ -121,6 +124,16 @@ mod tests {
         }
         let both = text.replace("\"reasoning\"", "\"reasoning_content\": null, \"reasoning\"");
         assert_eq!(read(both.as_bytes(), 2).unwrap().1, message);
+    }
+
+    #[test]
+    fn half_a_character_costs_no_reply() {
+        let body = br#"{"choices": [{"finish_reason": "stop", "message": {"content": "a\ud83d", "tool_calls":
+            [{"id": "c", "function": {"name": "bash", "arguments": "{\"command\": \"\udce9\"}"}}]}}]}"#;
+        let (_, message, _) = read(body, 1).unwrap();
+        assert_eq!(message.content, "a\u{fffd}");
+        let arguments = "{\"command\": \"\u{fffd}\"}";
+        assert_eq!(message.tool_calls[0].function.arguments, arguments);
     }
 
     #[test]

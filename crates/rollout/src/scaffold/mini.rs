@@ -25,7 +25,8 @@ pub(super) const ENVIRONMENT: [(&str, &str); 5] = [
 /// common one, which counts only if there is no block of the first kind.
 const FENCES: [&str; 2] = ["```mswea_bash_command", "```bash"];
 
-const CLOSE: &str = "\n```";
+/// Begins and ends a block, each on a line of its own.
+const FENCE: &str = "```";
 
 /// The only command of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
@@ -39,7 +40,8 @@ pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
     }
 }
 
-/// The non-blank blocks that `fence` opens. The fence must end its line.
+/// The non-blank blocks that `fence` opens. The fence must end its line. Blocks with another fence that
+/// names a language are a part of the block, as in a command that writes a Markdown file.
 fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
     let mut found = Vec::new();
     let mut rest = text;
@@ -48,13 +50,31 @@ fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
         let blank = after.len() - after.trim_start().len();
         let line_end = after.get(..blank).and_then(|blank| blank.rfind('\n'));
         let Some(body) = line_end.and_then(|end| after.get(end + 1..)) else { continue };
-        let Some((block, after)) = body.split_once(CLOSE) else { continue };
+        let Some((block, after)) = block(body) else { continue };
         rest = after;
         if !block.trim().is_empty() {
             found.push(block.trim());
         }
     }
     found
+}
+
+/// The block at the beginning of `body`, without the line break before its end, and what follows it.
+fn block(body: &str) -> Option<(&str, &str)> {
+    let (mut at, mut inner) = (0, 0_usize);
+    for line in body.split_inclusive('\n') {
+        match (line.strip_prefix(FENCE).map(str::trim), inner.checked_sub(1)) {
+            (Some(""), None) => {
+                let (block, after) = body.split_at(at);
+                return Some((block, after.strip_prefix(FENCE)?));
+            }
+            (Some(""), Some(fewer)) => inner = fewer,
+            (Some(language), _) if !language.contains('`') => inner += 1,
+            (Some(_) | None, _) => {}
+        }
+        at += line.len();
+    }
+    None
 }
 
 fn format_error(found: usize) -> String {
@@ -134,6 +154,11 @@ mod tests {
             ("```bash\ncat <<'E'\n``\nE\n```", "cat <<'E'\n``\nE"),
             ("like\n```bash\nshown\n```\nso\n```mswea_bash_command\nls\n```", "ls"),
             ("```python\nx\n```\n```bash\nls\n```", "ls"),
+            (
+                "```bash\ncat > a.md <<'E'\n```python\nx\n```\nE\n```\n",
+                "cat > a.md <<'E'\n```python\nx\n```\nE",
+            ),
+            ("```bash\necho '```' ```x```\n```", "echo '```' ```x```"),
         ] {
             assert_eq!(command(text).as_deref(), Ok(expected), "{text}");
         }
@@ -145,6 +170,7 @@ mod tests {
             ("```bash\n\n```", 0),
             ("```\nls\n```", 0),
             ("```bash\na\n```\n```bash\nb\n```", 2),
+            ("```bash\ncat > a.md <<'E'\n```python\nE\n```\n", 0),
         ] {
             let error = command(text).unwrap_err();
             assert!(error.contains(&format!("found {found} bash blocks")), "{text}: {error}");

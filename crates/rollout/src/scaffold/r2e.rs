@@ -8,11 +8,19 @@ use orchestrate_sandbox::{ExecResult, Exit};
 pub(super) const SYSTEM: &str = include_str!("r2e_system.txt");
 pub(super) const TASK: &str = include_str!("r2e_task.txt");
 
+const FUNCTION: &str = "<function";
 const CLOSE: &str = "</function>";
+const PARAMETER: &str = "<parameter";
+const CLOSE_PARAMETER: &str = "</parameter>";
 
 /// Observation of a turn without a call.
 const NO_CALL: &str = "No function call found. Each reply must hold exactly one function call, in \
                        the form <function=...> ... </function>.";
+
+/// Observation of a call whose values may have ended elsewhere.
+const STRAY_END: &str = "The function call may have ended too early: a </parameter> or </function> after \
+                         it has no beginning. Write a text that contains these tags with another \
+                         command, in parts.";
 
 /// Programs that a command must not start with.
 const BLOCKED: [&str; 4] = ["git", "ipython", "jupyter", "nohup"];
@@ -22,13 +30,13 @@ const SHOWN_LINES: usize = 40;
 
 /// The first call of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
-    let Some((name, rest)) = tag(text, "<function") else {
+    let Some((name, rest)) = tag(text, FUNCTION) else {
         return Err(Mistake(NO_CALL.to_owned()));
     };
-    let Some((body, _)) = rest.split_once(CLOSE) else {
-        return Err(Mistake(format!("The function call is not closed: {CLOSE} is missing.")));
-    };
-    let parameters = parameters(body);
+    let (parameters, after) = parameters(rest)?;
+    if has_stray_end(after) {
+        return Err(Mistake(STRAY_END.to_owned()));
+    }
     let call = match name {
         "execute_bash" | "bash" => bash(&parameters)?,
         "file_editor" => editor(&parameters)?,
@@ -59,16 +67,54 @@ fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
     None
 }
 
-/// Names and values of a call's parameters, without surrounding white space.
-fn parameters(body: &str) -> Vec<(&str, &str)> {
+/// Names and values of parameters.
+type Parameters<'a> = Vec<(&'a str, &'a str)>;
+
+/// Names and values of a call's parameters, without surrounding white space, and the text after the call.
+/// A value ends at the first tag after which the call goes on or ends, so it may contain the tag.
+fn parameters(body: &str) -> Result<(Parameters<'_>, &str), Mistake> {
+    let unclosed = || Mistake(format!("The function call is not closed: {CLOSE} is missing."));
     let mut found = Vec::new();
     let mut rest = body;
-    while let Some((name, after)) = tag(rest, "<parameter") {
-        let Some((value, after)) = after.split_once("</parameter>") else { break };
+    loop {
+        let (before, after) = rest.split_once(CLOSE).ok_or_else(unclosed)?;
+        let Some((name, value)) = tag(rest, PARAMETER).filter(|_| tag(before, PARAMETER).is_some())
+        else {
+            return Ok((found, after));
+        };
+        let mut ends = value.match_indices(CLOSE_PARAMETER).map(|(at, _)| at);
+        let goes_on = |at: &usize| {
+            let next = value.get(at + CLOSE_PARAMETER.len()..).unwrap_or_default().trim_start();
+            next.starts_with(PARAMETER) || next.starts_with(CLOSE)
+        };
+        let Some(end) = ends.clone().find(goes_on).or_else(|| ends.next()) else {
+            return Ok((found, after));
+        };
+        let (value, next) = value.split_at(end);
         found.push((name, value.trim()));
-        rest = after;
+        rest = next.strip_prefix(CLOSE_PARAMETER).unwrap_or_default();
     }
-    found
+}
+
+/// Whether a tag ends something in the text that did not begin there.
+fn has_stray_end(text: &str) -> bool {
+    let (mut functions, mut parameters) = (0_usize, 0_usize);
+    for (at, _) in text.match_indices('<') {
+        let text = text.get(at..).unwrap_or_default();
+        let (open, is_end) = match text {
+            text if text.starts_with(CLOSE) => (&mut functions, true),
+            text if text.starts_with(CLOSE_PARAMETER) => (&mut parameters, true),
+            text if text.starts_with(FUNCTION) => (&mut functions, false),
+            text if text.starts_with(PARAMETER) => (&mut parameters, false),
+            _ => continue,
+        };
+        match (is_end, open.checked_sub(1)) {
+            (false, _) => *open += 1,
+            (true, Some(fewer)) => *open = fewer,
+            (true, None) => return true,
+        }
+    }
+    false
 }
 
 /// The last value of a parameter.
@@ -275,6 +321,27 @@ mod tests {
                       </parameter>";
         let command = EditorCommand::Insert { line: 3, text: "x".to_owned() };
         assert_eq!(call(insert).unwrap(), Call::Editor { path: "a.py".to_owned(), command });
+    }
+
+    #[test]
+    fn values_may_contain_the_tags_that_end_them() {
+        let bash = |command: &str| format!("execute_bash>\n<parameter=cmd>{command}</parameter>\n");
+        for command in [
+            "grep '</parameter>' x",
+            "a</parameter>",
+            "a </parameter> b </parameter> c",
+            "grep '<parameter=x>' y",
+            "a </function> b",
+        ] {
+            let expected = Call::Bash { command: command.to_owned() };
+            assert_eq!(call(&bash(command)), Ok(expected), "{command}");
+        }
+        // Where it is not certain which tag ends the call, nothing is performed.
+        let quoted = "<function=search>\n<parameter=path>x</parameter>\n</function>";
+        for text in [quoted, &format!("{quoted}{quoted}"), "a</parameter></function> b"] {
+            let result = call(&bash(text));
+            assert!(result.is_err(), "{text}: {result:?}");
+        }
     }
 
     #[test]
