@@ -102,7 +102,11 @@ mod text;
 mod tokens;
 mod wire;
 
-#[cfg(test)]
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(
+    not(fuzzing),
+    expect(unreachable_pub, reason = "the fuzz targets are outside this crate")
+)]
 mod foreign_text;
 #[cfg(test)]
 mod golden;
@@ -111,6 +115,8 @@ mod round_trip;
 
 pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
+#[cfg(fuzzing)]
+pub use foreign_text::{check_body, check_request};
 pub use message::{Message, Role, ToolCall};
 pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};
 pub use options::GatewayOptions;

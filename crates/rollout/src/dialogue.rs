@@ -190,7 +190,7 @@ mod tests {
         let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
         let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
         assert_eq!(commands[0], Ok(bash));
-        assert!(commands[1].as_ref().unwrap_err().0.contains("not valid"));
+        assert!(commands[1].as_ref().unwrap_err().text.contains("not valid"));
         assert_eq!(commands[2], Ok(Call::Submit));
         assert_eq!(commands.len(), 3);
 

@@ -25,6 +25,12 @@ mod harbor;
 mod line;
 mod machine;
 mod offload;
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(
+    not(fuzzing),
+    expect(unreachable_pub, reason = "the fuzz targets are outside this crate")
+)]
+mod planted;
 mod prefill;
 mod prefix;
 mod reply;
@@ -59,6 +65,8 @@ pub use harbor::{HarborActor, check_harbor};
 pub use machine::{
     EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
 };
+#[cfg(fuzzing)]
+pub use planted::{Reading, check_reply, check_turn};
 pub use prefill::PrefillLeaders;
 pub use prefix::History;
 pub use reward::{RewardCompat, RewardSection, RewardSettings};

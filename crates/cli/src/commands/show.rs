@@ -297,8 +297,10 @@ fn turn_text(number: usize, turn: &TurnLog) -> String {
         turn.text.trim_end().to_owned(),
         "── calls".to_owned(),
     ];
-    if turn.actions.is_empty() {
-        lines.push("none".to_owned());
+    match &turn.unread {
+        Some(reason) => lines.push(format!("not read: {reason}")),
+        None if turn.actions.is_empty() => lines.push("none".to_owned()),
+        None => {}
     }
     lines.extend(turn.actions.iter().map(call_text));
     if !turn.observation.is_empty() {
@@ -400,6 +402,7 @@ mod tests {
         let turn = TurnLog {
             text: text.to_owned(),
             actions: calls.map(|(action, _)| action).collect(),
+            unread: None,
             observation: "seen\n".to_owned(),
             generate_ms: 5,
             exec_ms: 7,
@@ -452,6 +455,7 @@ mod tests {
         let turn = TurnLog {
             text: "hm".to_owned(),
             actions: Vec::new(),
+            unread: None,
             observation: String::new(),
             generate_ms: 0,
             exec_ms: 0,

@@ -27,6 +27,11 @@ impl Attempt {
             },
         };
         let calls = self.calls.plan.scaffold.parse(turn, self.servers.schemas());
+        let mut mistakes = calls.iter().filter_map(|call| call.as_ref().err());
+        let unread = mistakes.find(|mistake| mistake.is_unread).map(|mistake| mistake.text.clone());
+        if let Some(turn) = self.turns.last_mut() {
+            turn.unread = unread;
+        }
         let event = self.perform(sandbox, calls).await;
         self.timings.exec_s += started.elapsed().as_secs_f64();
         if let Some(turn) = self.turns.last_mut() {
@@ -58,7 +63,7 @@ impl Attempt {
                         return failed(Stage::Exec, error.with_causes());
                     }
                 },
-                Err(mistake) => Some(truncate_middle(mistake.0, plan.observation_chars)),
+                Err(mistake) => Some(truncate_middle(mistake.text, plan.observation_chars)),
             };
             let Some(observation) = observation else {
                 submitted = true;

@@ -285,6 +285,7 @@ impl Conversation {
             let chat = &self.calls.chat;
             let thinks = chat.opens_thinking(line.buffer.last_prompt());
             let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, said);
+            let unread = parts.unread.as_ref().map(ToString::to_string);
             let stop_string = stopped.map(|(_, stop)| stop.to_owned());
             let message = parts.message();
             let thinking = parts.reasoning.as_deref().unwrap_or_default();
@@ -294,6 +295,7 @@ impl Conversation {
             let reply = SampledReply {
                 message,
                 reasoning: parts.reasoning,
+                unread,
                 contradicts,
                 finish,
                 stop_string,
@@ -445,6 +447,7 @@ impl State {
         self.turns.push(TurnLog {
             text,
             actions: reply.message.tool_calls.clone(),
+            unread: reply.unread.clone(),
             observation: String::new(),
             generate_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
             exec_ms: 0,

@@ -22,6 +22,10 @@ const STRAY_END: &str = "The function call may have ended too early: a </paramet
                          it has no beginning. Write a text that contains these tags with another \
                          command, in parts.";
 
+/// Parameters of `file_editor`.
+const EDITOR_PARAMETERS: [&str; 8] =
+    ["command", "path", "file_text", "old_str", "new_str", "insert_line", "view_range", "concise"];
+
 /// Programs that a command must not start with.
 const BLOCKED: [&str; 4] = ["git", "ipython", "jupyter", "nohup"];
 
@@ -31,19 +35,20 @@ const SHOWN_LINES: usize = 40;
 /// The first call of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
     let Some((name, rest)) = tag(text, FUNCTION) else {
-        return Err(Mistake(NO_CALL.to_owned()));
+        return Err(Mistake::new(NO_CALL.to_owned()));
     };
     let (parameters, after) = parameters(rest)?;
     if has_stray_end(after) {
-        return Err(Mistake(STRAY_END.to_owned()));
+        return Err(Mistake::unread(STRAY_END.to_owned()));
     }
+    check_names(name, &parameters)?;
     let call = match name {
         "execute_bash" | "bash" => bash(&parameters)?,
         "file_editor" => editor(&parameters)?,
         "search" => search(&parameters)?,
         "finish" | "submit" => finish(&parameters)?,
         other => {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "There is no function {other}: use file_editor, execute_bash, search or finish."
             )));
         }
@@ -73,7 +78,8 @@ type Parameters<'a> = Vec<(&'a str, &'a str)>;
 /// Names and values of a call's parameters, without surrounding white space, and the text after the call.
 /// A value ends at the first tag after which the call goes on or ends, so it may contain the tag.
 fn parameters(body: &str) -> Result<(Parameters<'_>, &str), Mistake> {
-    let unclosed = || Mistake(format!("The function call is not closed: {CLOSE} is missing."));
+    let unclosed =
+        || Mistake::unread(format!("The function call is not closed: {CLOSE} is missing."));
     let mut found = Vec::new();
     let mut rest = body;
     loop {
@@ -117,9 +123,30 @@ fn has_stray_end(text: &str) -> bool {
     false
 }
 
-/// The last value of a parameter.
+/// Refuses parameters that do not exist or occur twice: they may be a part of the value before them.
+fn check_names(function: &str, parameters: &[(&str, &str)]) -> Result<(), Mistake> {
+    let known: &[&str] = match function {
+        "execute_bash" | "bash" => &["cmd", "command"],
+        "file_editor" => &EDITOR_PARAMETERS,
+        "search" => &["search_term", "path"],
+        "finish" | "submit" => &["command", "result"],
+        _ => return Ok(()),
+    };
+    for (index, (name, _)) in parameters.iter().enumerate() {
+        if !known.contains(name) {
+            return Err(Mistake::unread(format!("{function} has no parameter {name}.")));
+        }
+        if parameters.iter().skip(index + 1).any(|(other, _)| other == name) {
+            let problem = format!("The call of {function} has the parameter {name} twice.");
+            return Err(Mistake::unread(problem));
+        }
+    }
+    Ok(())
+}
+
+/// The value of a parameter.
 fn value<'a>(parameters: &[(&str, &'a str)], name: &str) -> Option<&'a str> {
-    parameters.iter().rev().find(|(found, _)| *found == name).map(|(_, value)| *value)
+    parameters.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
 }
 
 fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<String, Mistake> {
@@ -127,12 +154,13 @@ fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<S
 }
 
 fn missing(function: &str, name: &str) -> Mistake {
-    Mistake(format!("The call of {function} lacks the required parameter {name}."))
+    Mistake::new(format!("The call of {function} lacks the required parameter {name}."))
 }
 
 fn number(parameters: &[(&str, &str)], name: &str) -> Result<Option<i64>, Mistake> {
-    let parse =
-        |text: &str| text.parse().map_err(|_| Mistake(format!("{name} must be a whole number.")));
+    let parse = |text: &str| {
+        text.parse().map_err(|_| Mistake::new(format!("{name} must be a whole number.")))
+    };
     value(parameters, name).map(parse).transpose()
 }
 
@@ -142,8 +170,8 @@ fn bash(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
         Some(_) | None => required("execute_bash", parameters, "cmd")?,
     };
     match command.split_whitespace().next() {
-        None => Err(Mistake("The parameter cmd is empty.".to_owned())),
-        Some(program) if BLOCKED.contains(&program) => Err(Mistake(bash_output(
+        None => Err(Mistake::new("The parameter cmd is empty.".to_owned())),
+        Some(program) if BLOCKED.contains(&program) => Err(Mistake::new(bash_output(
             "Error: Exit code 1",
             &format!("Bash command '{program}' is not allowed. Use another command or function."),
         ))),
@@ -161,7 +189,7 @@ fn finish(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     match value(parameters, "command") {
         None | Some("submit") => Ok(Call::Submit),
         Some(other) => {
-            Err(Mistake(format!("Unknown command {other} of finish: the only one is submit.")))
+            Err(Mistake::new(format!("Unknown command {other} of finish: the only one is submit.")))
         }
     }
 }
@@ -184,7 +212,7 @@ fn editor(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
         },
         "undo_edit" => EditorCommand::Undo,
         other => {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "Unknown command {other} of file_editor: use view, create, str_replace, insert or \
                  undo_edit."
             )));
@@ -203,7 +231,7 @@ fn range(text: &str) -> Result<(i64, i64), Mistake> {
         .collect();
     match numbers.as_slice() {
         &[Some(first), Some(last)] => Ok((first, last)),
-        _ => Err(Mistake("view_range must be two line numbers, like [11, 12].".to_owned())),
+        _ => Err(Mistake::new("view_range must be two line numbers, like [11, 12].".to_owned())),
     }
 }
 
@@ -370,14 +398,16 @@ mod tests {
             (editor("<parameter=command>create</parameter>"), "parameter file_text"),
             (editor("<parameter=command>insert</parameter>"), "parameter insert_line"),
             (editor(&format!("{view}<parameter=view_range>x</parameter>")), "two line numbers"),
+            (editor(&format!("{view}{view}")), "parameter command twice"),
+            (editor("<parameter=line>3</parameter>"), "no parameter line"),
         ];
         for (body, part) in cases {
-            let error = call(&body).unwrap_err().0;
+            let error = call(&body).unwrap_err().text;
             assert!(error.contains(part), "{body}: {error}");
         }
-        assert!(parse("just words").unwrap_err().0.starts_with("No function call found"));
-        assert!(parse("<function=>x</function>").unwrap_err().0.starts_with("No function call"));
-        assert!(parse("<function=finish>").unwrap_err().0.contains("not closed"));
+        assert!(parse("just words").unwrap_err().text.starts_with("No function call found"));
+        assert!(parse("<function=>x</function>").unwrap_err().text.starts_with("No function call"));
+        assert!(parse("<function=finish>").unwrap_err().text.contains("not closed"));
     }
 
     #[test]

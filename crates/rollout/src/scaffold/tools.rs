@@ -60,7 +60,7 @@ pub(super) fn parse(
     let mut calls: Vec<_> = match format.read(text, all.as_ref().unwrap_or(&SCHEMAS)) {
         Ok(read) => read.calls.into_iter().map(|action| checked(action, server_tools)).collect(),
         Err(unread) => {
-            let mistake = |text: &str| Err(Mistake(text.to_owned()));
+            let mistake = |text: &str| Err(Mistake::unread(text.to_owned()));
             let others = separate.iter().map(|_| mistake(NOT_PERFORMED));
             return std::iter::once(mistake(&unread.to_string())).chain(others).collect();
         }
@@ -69,12 +69,13 @@ pub(super) fn parse(
         let name = function.name.clone();
         match read_arguments(&function.arguments) {
             Ok(arguments) => checked(Action { name, arguments }, server_tools),
-            Err(problem) => Err(Mistake(format!("{name} call is not valid: {problem}"))),
+            Err(problem) => Err(Mistake::new(format!("{name} call is not valid: {problem}"))),
         }
     }));
     if calls.is_empty() {
         let names = names(server_tools);
-        calls.push(Err(Mistake(format!("no tool call found: each turn needs a {names} call"))));
+        calls
+            .push(Err(Mistake::new(format!("no tool call found: each turn needs a {names} call"))));
     }
     calls
 }
@@ -91,7 +92,8 @@ fn names(server_tools: &[Value]) -> String {
 
 fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mistake> {
     let arguments = action.arguments.clone();
-    let invalid = |e: serde_json::Error| Mistake(format!("{} call is not valid: {e}", action.name));
+    let invalid =
+        |e: serde_json::Error| Mistake::new(format!("{} call is not valid: {e}", action.name));
     let call = match action.name.as_str() {
         "bash" => {
             let BashArguments { command } = serde_json::from_value(arguments).map_err(invalid)?;
@@ -104,7 +106,7 @@ fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mis
         }
         other if server_tools.iter().any(|tool| called(tool) == Some(other)) => {
             let Value::Object(arguments) = arguments else {
-                return Err(Mistake(format!(
+                return Err(Mistake::new(format!(
                     "{other} call is not valid: arguments must be an object"
                 )));
             };
@@ -112,7 +114,7 @@ fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mis
         }
         other => {
             let names = names(server_tools);
-            return Err(Mistake(format!("no tool `{other}`: use {names}")));
+            return Err(Mistake::new(format!("no tool `{other}`: use {names}")));
         }
     };
     Ok((action, call))
@@ -125,7 +127,7 @@ fn edit(arguments: EditArguments) -> Result<Call, Mistake> {
         (None, None, Some(line), Some(new)) => Change::Line { line, new },
         _ => {
             let message = "edit call is not valid: give old_str and new_str, or line and new";
-            return Err(Mistake(message.to_owned()));
+            return Err(Mistake::new(message.to_owned()));
         }
     };
     Ok(Call::Edit { path, change })
@@ -235,7 +237,7 @@ mod tests {
             ),
         ];
         for (text, start) in cases {
-            let error = parse_one(&text).unwrap_err().0;
+            let error = parse_one(&text).unwrap_err().text;
             assert!(error.starts_with(start), "{text}: {error}");
         }
     }
@@ -250,11 +252,11 @@ mod tests {
         let (action, call) = read(r#"{"name": "s__find", "arguments": {"n": [1, null]}}"#).unwrap();
         assert_eq!(call.action(), action);
         assert!(matches!(call, Call::Remote { tool, .. } if tool == "s__find"));
-        let error = read(r#"{"name": "s__find", "arguments": "n"}"#).unwrap_err().0;
+        let error = read(r#"{"name": "s__find", "arguments": "n"}"#).unwrap_err().text;
         assert_eq!(error, "s__find call is not valid: arguments must be an object");
-        let error = read(r#"{"name": "find", "arguments": {}}"#).unwrap_err().0;
+        let error = read(r#"{"name": "find", "arguments": {}}"#).unwrap_err().text;
         assert_eq!(error, "no tool `find`: use bash, edit, submit or s__find");
-        let error = parse(ToolFormat::Json, "", &[], &[]).remove(0).unwrap_err().0;
+        let error = parse(ToolFormat::Json, "", &[], &[]).remove(0).unwrap_err().text;
         assert_eq!(error, "no tool call found: each turn needs a bash, edit or submit call");
     }
 

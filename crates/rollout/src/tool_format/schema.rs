@@ -120,7 +120,7 @@ impl<'a> Parameters<'a> {
                 return json.clone();
             }
         }
-        let is_null = json == Some(Value::Null) && may_be(Kinds::NULL);
+        let is_null = text == "null" && may_be(Kinds::NULL);
         match json {
             Some(json) if is_null || !may_be(Kinds::STRING) => json,
             Some(_) | None => text.into(),
