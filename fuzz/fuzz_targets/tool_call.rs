@@ -1,12 +1,13 @@
 //! Tool calls in the text of a policy, of every scaffold: each is a call or a mistake, and a call reads
-//! the same after another pass through the shared form.
+//! the same after another pass through the shared form. Replies whose structure is known by construction,
+//! with tags in every place, are read as what they were made of, or refused.
 #![no_main]
 
 use libfuzzer_sys::arbitrary::{self, Arbitrary};
 use libfuzzer_sys::fuzz_target;
 use orchestrate_fuzz::heap::bounded;
-use orchestrate_fuzz::input::{self, Change};
-use orchestrate_rollout::{Scaffold, ToolFormat};
+use orchestrate_fuzz::input::{self, Change, draws};
+use orchestrate_rollout::{Scaffold, ToolFormat, WrittenTurn, check_reply, check_turn};
 
 const PIECES: [&str; 40] = [
     "<tool_call>",
@@ -55,6 +56,7 @@ const PIECES: [&str; 40] = [
 struct Input {
     pieces: Vec<u8>,
     changes: Vec<Change>,
+    choices: Vec<u8>,
 }
 
 fuzz_target!(|input: Input| {
@@ -69,7 +71,8 @@ fuzz_target!(|input: Input| {
         (Scaffold::Mini, ToolFormat::default()),
     ];
     for (scaffold, format) in readers {
-        let calls = bounded((1 << 20) + 64 * text.len(), || scaffold.parse(format, &text));
+        let turn = WrittenTurn::new(format, &text);
+        let calls = bounded((1 << 20) + 64 * text.len(), || scaffold.parse(turn, &[]));
         assert!(!calls.is_empty(), "a text without a call is a mistake");
         assert!(calls.len() == 1 || matches!(scaffold, Scaffold::Tools));
         for call in &calls {
@@ -79,9 +82,11 @@ fuzz_target!(|input: Input| {
                     let known = ["bash", "view", "edit", "search", "submit"];
                     assert!(known.contains(&action.name.as_str()), "{action:?}");
                 }
-                Err(mistake) => assert!(!mistake.0.is_empty()),
+                Err(mistake) => assert!(!mistake.text.is_empty()),
             }
         }
-        assert_eq!(calls, scaffold.parse(format, &text));
+        assert_eq!(calls, scaffold.parse(turn, &[]));
     }
+    check_reply(&mut draws(&input.choices));
+    check_turn(&mut draws(&input.choices));
 });

@@ -126,6 +126,12 @@ pub fn rows(shape: &ModelShape, rows: usize, seed: u32, period: usize) -> Vec<u8
     stored
 }
 
+/// Draws numbers below their argument from bytes; 0 once there are no more.
+pub fn draws(bytes: &[u8]) -> impl FnMut(usize) -> usize {
+    let mut bytes = bytes.iter();
+    move |below| usize::from(bytes.next().copied().unwrap_or(0)) % below.max(1)
+}
+
 /// One change of bytes.
 #[derive(Debug, Clone, Arbitrary)]
 pub enum Change {

@@ -106,6 +106,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         forks: Some(forks(members)).filter(|forks| !forks.is_empty()),
         overridden_fields: Some(overridden_fields(members)).filter(|fields| !fields.is_empty()),
         worker_metrics: Some(worker_metrics(members)).filter(|means| !means.is_empty()),
+        unread_turns: Some(sum(|m| m.summary.unread_turns)).filter(|turns| *turns > 0),
         turns_mean: mean(members.iter().map(|m| m.summary.turns as f64)),
         response_tokens_mean: mean(members.iter().map(|m| m.summary.response_tokens as f64)),
         routing_bytes_wire: Some(sum(|m| m.summary.routing_wire_bytes)),

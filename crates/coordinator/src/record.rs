@@ -109,6 +109,9 @@ pub struct EpisodeSummary {
     pub cacheable_tokens: u64,
     /// Time spent in each stage.
     pub timings: Timings,
+    /// Turns whose text looks like calls that could not be read.
+    #[serde(default, skip_serializing_if = "is_zero")]
+    pub unread_turns: u64,
     /// Branches that began after the first, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub forks: BTreeMap<ForkCause, u64>,
@@ -121,6 +124,11 @@ pub struct EpisodeSummary {
     /// What the grader noticed besides the results.
     #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub suspicious: Vec<Finding>,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde calls it with a reference")]
+fn is_zero(number: &u64) -> bool {
+    *number == 0
 }
 
 fn to_stored_branch(branch: EpisodeBranch) -> StoredBranch {
@@ -173,6 +181,7 @@ pub(crate) fn to_record(
         branch_tokens,
         response_tokens: trajectories().map(|t| t.response_tokens() as u64).sum(),
         turns: report.turns.len() as u64,
+        unread_turns: report.turns.iter().filter(|turn| turn.unread.is_some()).count() as u64,
         routing_bytes: bytes as u64,
         routing_missing: want_routing
             && (report.branches.is_empty() || masks().count() < report.branches.len()),

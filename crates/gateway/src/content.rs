@@ -3,6 +3,7 @@
 
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Tool, ToolChoice};
+use orchestrate_types::mended_json;
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
@@ -13,7 +14,8 @@ use std::marker::PhantomData;
 /// Maximum number of stop strings of a request.
 const MAX_STOP_STRINGS: usize = 64;
 
-/// Parses a body.
+/// Parses a body. Text in it that is not Unicode becomes U+FFFD: it is a part of the history for as long
+/// as the conversation lasts, so refusing it would end the conversation.
 ///
 /// # Errors
 /// Names the first field with a wrong type, or the place where the JSON is malformed.
@@ -22,7 +24,8 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     if let Ok(parsed) = serde_json::from_slice(body) {
         return Ok(parsed);
     }
-    let mut json = serde_json::Deserializer::from_slice(body);
+    let body = mended_json(body);
+    let mut json = serde_json::Deserializer::from_slice(&body);
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let field = error.path().to_string();
         let error = error.into_inner();

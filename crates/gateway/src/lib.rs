@@ -95,6 +95,12 @@ mod text;
 mod tokens;
 mod wire;
 
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(
+    not(fuzzing),
+    expect(unreachable_pub, reason = "the fuzz targets are outside this crate")
+)]
+mod foreign_text;
 #[cfg(test)]
 mod golden;
 #[cfg(test)]
@@ -104,6 +110,8 @@ pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
 pub use fields::Overridden;
+#[cfg(fuzzing)]
+pub use foreign_text::{check_body, check_request};
 pub use message::{Message, Role, ToolCall};
 pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};
 pub use options::GatewayOptions;

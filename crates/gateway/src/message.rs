@@ -1,6 +1,7 @@
 //! The internal form of a history, equal for equal histories of every dialect.
 
 use crate::problem::Problem;
+use orchestrate_types::mended_json;
 use serde_json::Value;
 
 /// Who wrote a message.
@@ -79,8 +80,14 @@ impl ToolCall {
         if self.arguments.trim().is_empty() {
             return Some(Value::Object(serde_json::Map::new()));
         }
-        serde_json::from_str(&self.arguments).ok()
+        json_of(&self.arguments)
     }
+}
+
+/// The value of a JSON text that a client wrote; text in it that is not Unicode becomes U+FFFD.
+pub(crate) fn json_of(text: &str) -> Option<Value> {
+    let parsed = serde_json::from_str(text);
+    parsed.or_else(|_| serde_json::from_slice(&mended_json(text.as_bytes()))).ok()
 }
 
 /// Builds a history from dialects whose assistant messages arrive in several items or blocks.

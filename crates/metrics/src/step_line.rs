@@ -89,6 +89,9 @@ metrics_line! {
         staleness_max: u64, "policy versions", healthy: "at most `run.max_staleness`";
         /// Turns of an episode, mean.
         turns_mean: f64, "turns";
+        /// Turns whose text looks like calls that could not be read: a tag is missing, or the calls may be
+        /// read in several ways. None of their calls was performed. Absent if there was none.
+        unread_turns: u64, "turns", healthy: "few, and falling; many mean that the policy writes calls in another form than its chat template";
         /// Tokens that the policy wrote in an episode, mean.
         response_tokens_mean: f64, "tokens", healthy: "no sudden growth";
 

@@ -81,6 +81,9 @@ pub struct TurnLog {
     pub text: String,
     /// The calls that were performed; empty if the text had no valid call.
     pub actions: Vec<Action>,
+    /// Why the calls in the text could not be read, if it looks like some: then none was performed.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub unread: Option<String>,
     /// Observations of all calls of the turn, joined by line ends.
     pub observation: String,
     /// Time spent waiting for the engine, in milliseconds.

@@ -118,6 +118,7 @@ impl Attempt {
             Some(_) | None => self.turns.push(TurnLog {
                 text,
                 actions: Vec::new(),
+                unread: None,
                 observation: String::new(),
                 generate_ms,
                 exec_ms: 0,

@@ -6,8 +6,9 @@
 //! take it for the end of the message.
 
 use crate::api::Message;
-use crate::scaffold::call_text;
+use crate::scaffold::{WrittenTurn, call_text};
 use crate::template::with_strings;
+use crate::tool_format::ToolFormat;
 use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt};
 use std::sync::Arc;
 
@@ -34,7 +35,7 @@ pub(crate) struct Dialogue {
 /// A turn as text.
 #[derive(Debug, PartialEq, Eq)]
 pub(crate) struct TurnText {
-    /// The whole turn in the form that scaffolds parse, thinking first.
+    /// The whole turn, thinking first and calls last.
     pub(crate) text: String,
     /// The part that stays in the conversation.
     pub(crate) kept: String,
@@ -80,6 +81,16 @@ impl Dialogue {
         let message = ChatMessage { tool_calls, ..chat_message("assistant", &content) };
         self.push(message);
         TurnText { text, kept }
+    }
+
+    /// The last turn as scaffolds read it: thinking, text and calls are separate already, as far as the
+    /// server separates them.
+    pub(crate) fn last_turn(&self) -> WrittenTurn<'_> {
+        let (text, separate) = match self.messages.last() {
+            Some(turn) => (turn.content.as_str(), turn.tool_calls.as_slice()),
+            None => ("", &[][..]),
+        };
+        WrittenTurn { separate, ..WrittenTurn::new(ToolFormat::Json, text) }
     }
 
     /// Adds the results of the last turn. Calls that the server left in the text come first in it.
@@ -144,7 +155,6 @@ mod tests {
     use super::*;
     use crate::chat::message;
     use crate::scaffold::{Call, Scaffold};
-    use crate::tool_format::ToolFormat;
     use orchestrate_engine::{FunctionCall, ToolCall};
 
     fn call(id: &str, name: &str, arguments: &str) -> ToolCall {
@@ -176,11 +186,11 @@ mod tests {
         let turn = dialogue.push_turn(turn);
         assert!(turn.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
         assert!(turn.kept.starts_with("Look.\n<tool_call>"), "{}", turn.kept);
-        let calls = Scaffold::Tools.parse(ToolFormat::Json, &turn.text, &[]);
+        let calls = Scaffold::Tools.parse(dialogue.last_turn(), &[]);
         let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
         let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
         assert_eq!(commands[0], Ok(bash));
-        assert!(commands[1].as_ref().unwrap_err().0.contains("not valid"));
+        assert!(commands[1].as_ref().unwrap_err().text.contains("not valid"));
         assert_eq!(commands[2], Ok(Call::Submit));
         assert_eq!(commands.len(), 3);
 
@@ -247,10 +257,8 @@ mod tests {
             reasoning: None,
             tool_calls: vec![call("c9", "submit", "{}")],
         };
-        assert_eq!(
-            Scaffold::Tools.parse(ToolFormat::Json, &dialogue.push_turn(both).text, &[]).len(),
-            2
-        );
+        dialogue.push_turn(both);
+        assert_eq!(Scaffold::Tools.parse(dialogue.last_turn(), &[]).len(), 2);
         dialogue.push_observations(&[message("tool", "first"), message("tool", "second")]);
         let expected = [
             row("user", None, "no tool call found"),

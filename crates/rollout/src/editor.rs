@@ -51,7 +51,7 @@ impl Editor {
     ) -> Result<Edited, Mistake> {
         if let EditorCommand::Create { text } = command {
             if content.is_some() {
-                return Err(Mistake(format!(
+                return Err(Mistake::new(format!(
                     "File already exists at: {path}. Cannot overwrite with 'create'."
                 )));
             }
@@ -62,20 +62,20 @@ impl Editor {
             return Ok(Edited { text: text.clone(), observation });
         }
         let content =
-            content.ok_or_else(|| Mistake(format!("The path '{path}' does not exist.")))?;
+            content.ok_or_else(|| Mistake::new(format!("The path '{path}' does not exist.")))?;
         let (text, snippet, first) = match command {
             EditorCommand::Replace { old, new } => replace(content, path, old, new)?,
             EditorCommand::Insert { line, text } => insert(content, *line, text)?,
             EditorCommand::Undo => {
                 let text = self.take_earlier(key).ok_or_else(|| {
-                    Mistake(format!("No previous edits found for {path} to undo."))
+                    Mistake::new(format!("No previous edits found for {path} to undo."))
                 })?;
                 let observation =
                     format!("Last edit to {path} undone. {}", numbered(&text, path, 1));
                 return Ok(Edited { text, observation });
             }
             EditorCommand::View { .. } | EditorCommand::Create { .. } => {
-                return Err(Mistake("not an edit of a file".to_owned()));
+                return Err(Mistake::new("not an edit of a file".to_owned()));
             }
         };
         self.keep_earlier(key, content.to_owned());
@@ -120,9 +120,9 @@ fn replace(
             Ok((text, snippet, first + 1))
         }
         (0 | 1, _) => {
-            Err(Mistake(format!("No occurrences of '{old}' found in {path} for replacement.")))
+            Err(Mistake::new(format!("No occurrences of '{old}' found in {path} for replacement.")))
         }
-        (_, _) => Err(Mistake(format!(
+        (_, _) => Err(Mistake::new(format!(
             "Multiple occurrences of '{old}' found in {path}. Make it unique before using \
              str_replace."
         ))),
@@ -133,7 +133,7 @@ fn replace(
 fn insert(content: &str, line: i64, new: &str) -> Result<(String, String, usize), Mistake> {
     let lines: Vec<&str> = content.split('\n').collect();
     let at = usize::try_from(line).ok().filter(|at| *at <= lines.len()).ok_or_else(|| {
-        Mistake(format!("Invalid insert_line {line}. Must be in [0, {}].", lines.len()))
+        Mistake::new(format!("Invalid insert_line {line}. Must be in [0, {}].", lines.len()))
     })?;
     let (before, after) = lines.split_at(at);
     let text = [before, &[new], after].concat().join("\n");
@@ -190,7 +190,7 @@ pub(crate) fn check_viewable(path: &str) -> Result<(), Mistake> {
     if is_python {
         return Ok(());
     }
-    Err(Mistake(format!(
+    Err(Mistake::new(format!(
         "Only Python files can be viewed, to save context. '{name}' is not a .py file."
     )))
 }
@@ -218,12 +218,12 @@ pub(crate) fn view(
     if let Some((first, last)) = range {
         let total = i64::try_from(lines.len()).unwrap_or(i64::MAX);
         if !(1..=total).contains(&first) {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "Invalid view_range [{first}, {last}]: start line must be in [1, {total}]"
             )));
         }
         if last != -1 && !(first..=total).contains(&last) {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "Invalid view_range [{first}, {last}]: end must be >= start and <= {total}, or -1 \
                  to view until end."
             )));
@@ -316,7 +316,7 @@ mod tests {
             editor
                 .edit("x.py", "x.py", Some(""), &create)
                 .unwrap_err()
-                .0
+                .text
                 .contains("already exists")
         );
         let before = "1\n2\n3\n4\n5\n6\n7\n8\n9\n10\n11\n12\n";
@@ -334,14 +334,14 @@ mod tests {
         let first = editor.edit("x.py", "x.py", Some(before), &EditorCommand::Undo).unwrap();
         assert_eq!(first.text, "", "undoing a creation leaves an empty file");
         let error = editor.edit("x.py", "x.py", Some(""), &EditorCommand::Undo).unwrap_err();
-        assert_eq!(error.0, "No previous edits found for x.py to undo.");
+        assert_eq!(error.text, "No previous edits found for x.py to undo.");
     }
 
     #[test]
     fn text_is_replaced_only_if_found_exactly_once() {
         let mut editor = Editor::default();
         let mut error = |old: &str, content| {
-            editor.edit("x", "x", content, &replace_command(old, "")).unwrap_err().0
+            editor.edit("x", "x", content, &replace_command(old, "")).unwrap_err().text
         };
         assert!(error("b", Some("a")).starts_with("No occurrences of 'b' found in x"));
         assert!(error("", Some("a")).starts_with("No occurrences"));
@@ -361,7 +361,7 @@ mod tests {
         assert_eq!(insert(3, "a\nb\n").unwrap(), "a\nb\n\nX\nY");
         for line in [-1, 4, i64::MAX] {
             assert!(
-                insert(line, "a\nb\n").unwrap_err().0.ends_with("Must be in [0, 3]."),
+                insert(line, "a\nb\n").unwrap_err().text.ends_with("Must be in [0, 3]."),
                 "{line}"
             );
         }

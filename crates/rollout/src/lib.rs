@@ -26,8 +26,15 @@ mod line;
 mod machine;
 mod model_files;
 mod offload;
+#[cfg(any(test, fuzzing))]
+#[cfg_attr(
+    not(fuzzing),
+    expect(unreachable_pub, reason = "the fuzz targets are outside this crate")
+)]
+mod planted;
 mod prefill;
 mod prefix;
+mod reply;
 mod repository;
 mod reward;
 mod rows;
@@ -61,12 +68,14 @@ pub use harbor::{HarborActor, check_harbor};
 pub use machine::{
     EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
 };
+#[cfg(fuzzing)]
+pub use planted::{Reading, check_reply, check_turn};
 pub use prefill::PrefillLeaders;
 pub use prefix::History;
 pub use reward::{RewardCompat, RewardSection, RewardSettings};
 pub use rows::RowSharing;
 pub use runner::EpisodeRunner;
-pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold};
+pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold, WrittenTurn};
 pub use template::ChatTemplate;
 pub use tool_format::ToolFormat;
 pub use tool_server::{

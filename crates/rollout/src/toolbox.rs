@@ -166,7 +166,7 @@ impl Toolbox<'_> {
                     Err(mistake) => format!("cannot write {mistake}"),
                 })
             }
-            Err(mistake) => Ok(mistake.0),
+            Err(mistake) => Ok(mistake.text),
         }
     }
 
@@ -324,7 +324,7 @@ async fn write(
     match sandbox.write_files(&[file]).await {
         Ok(()) => Ok(Ok(())),
         Err(SandboxError { kind: SandboxErrorKind::Refused { message, .. }, .. }) => {
-            Ok(Err(Mistake(message)))
+            Ok(Err(Mistake::new(message)))
         }
         Err(error) => Err(error),
     }
@@ -332,7 +332,7 @@ async fn write(
 
 /// The file's text after a change. `content` is `None` if the file does not exist.
 fn apply_change(content: Option<&str>, path: &str, change: &Change) -> Result<String, Mistake> {
-    let mistake = |text: &str| Err(Mistake(text.to_owned()));
+    let mistake = |text: &str| Err(Mistake::new(text.to_owned()));
     match (content, change) {
         (None, Change::Replace { old, new }) if old.is_empty() => Ok(new.clone()),
         (Some(_), Change::Replace { old, .. }) if old.is_empty() => {
@@ -427,16 +427,19 @@ mod tests {
         let line = |line| Change::Line { line, new: "Z".to_owned() };
         let file = Some("a\nb\nb");
         assert_eq!(apply_change(file, "f", &replace("a")).unwrap(), "Z\nb\nb");
-        assert_eq!(apply_change(file, "f", &replace("b")).unwrap_err().0, "old_str found 2 times");
-        assert_eq!(apply_change(file, "f", &replace("c")).unwrap_err().0, "old_str not found");
-        assert_eq!(apply_change(None, "f", &replace("c")).unwrap_err().0, "no file f");
+        assert_eq!(
+            apply_change(file, "f", &replace("b")).unwrap_err().text,
+            "old_str found 2 times"
+        );
+        assert_eq!(apply_change(file, "f", &replace("c")).unwrap_err().text, "old_str not found");
+        assert_eq!(apply_change(None, "f", &replace("c")).unwrap_err().text, "no file f");
         assert_eq!(apply_change(None, "f", &replace("")).unwrap(), "Z");
-        assert_eq!(apply_change(file, "f", &replace("")).unwrap_err().0, "file f exists");
+        assert_eq!(apply_change(file, "f", &replace("")).unwrap_err().text, "file f exists");
         assert_eq!(apply_change(file, "f", &line(2)).unwrap(), "a\nZ\nb");
         assert_eq!(apply_change(file, "f", &line(3)).unwrap(), "a\nb\nZ");
-        assert_eq!(apply_change(file, "f", &line(4)).unwrap_err().0, "no line 4");
-        assert_eq!(apply_change(file, "f", &line(0)).unwrap_err().0, "no line 0");
-        assert_eq!(apply_change(None, "f", &line(1)).unwrap_err().0, "no file f");
+        assert_eq!(apply_change(file, "f", &line(4)).unwrap_err().text, "no line 4");
+        assert_eq!(apply_change(file, "f", &line(0)).unwrap_err().text, "no line 0");
+        assert_eq!(apply_change(None, "f", &line(1)).unwrap_err().text, "no file f");
     }
 
     #[test]

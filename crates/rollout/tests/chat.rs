@@ -4,7 +4,8 @@
 use camino::Utf8Path;
 use orchestrate_rollout::{
     Action, Call, ChatErrorKind, ChatModel, ChatOptions, ChatTemplate, ExpertEpisode, ExpertTurn,
-    History, MICRO_CHAT_TEMPLATE, Message, Scaffold, ToolFormat, opening_messages, train_tokenizer,
+    History, MICRO_CHAT_TEMPLATE, Message, Scaffold, ToolFormat, WrittenTurn, opening_messages,
+    train_tokenizer,
 };
 use proptest::prelude::*;
 use serde_json::json;
@@ -91,7 +92,8 @@ fn a_template_decides_in_which_format_calls_are_read() {
     let calls =
         [bash("ls | grep '<b>'\n\npwd"), Action { name: "edit".to_owned(), arguments: edit }];
     let ids = chat.assistant("Look.", &calls).unwrap();
-    let read = Scaffold::Tools.parse(chat.tool_format(), &chat.decode(&ids).unwrap(), &[]);
+    let read = Scaffold::Tools
+        .parse(WrittenTurn::new(chat.tool_format(), &chat.decode(&ids).unwrap()), &[]);
     let read: Vec<Action> = read.into_iter().map(|call| call.unwrap().0).collect();
     assert_eq!(read, calls);
     assert_eq!(chat.assistant("Look.", &read).unwrap(), ids);
@@ -286,7 +288,7 @@ proptest! {
         for chat in [shared(), shared_xml()] {
             let ids = chat.assistant("I look.", &calls).unwrap();
             let text = chat.decode(&ids).unwrap();
-            let read = Scaffold::Tools.parse(chat.tool_format(), &text, &schemas);
+            let read = Scaffold::Tools.parse(WrittenTurn::new(chat.tool_format(), &text), &schemas);
             let read: Vec<(Action, Call)> = read.into_iter().map(Result::unwrap).collect();
             prop_assert_eq!(read.len(), calls.len());
             for ((action, call), expected) in read.iter().zip(&calls) {

@@ -6,6 +6,7 @@
 
 mod clock;
 mod duration;
+mod foreign_json;
 mod id;
 mod model;
 mod name;
@@ -17,6 +18,7 @@ mod trajectory;
 
 pub use clock::{now, unix_micros, utc};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
+pub use foreign_json::mended_json;
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
 pub use name::{GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, is_unprintable};

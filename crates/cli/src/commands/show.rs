@@ -309,8 +309,10 @@ fn turn_text(number: usize, turn: &TurnLog) -> String {
         turn.text.trim_end().to_owned(),
         "── calls".to_owned(),
     ];
-    if turn.actions.is_empty() {
-        lines.push("none".to_owned());
+    match &turn.unread {
+        Some(reason) => lines.push(format!("not read: {reason}")),
+        None if turn.actions.is_empty() => lines.push("none".to_owned()),
+        None => {}
     }
     lines.extend(turn.actions.iter().map(call_text));
     if !turn.observation.is_empty() {
@@ -404,13 +406,15 @@ fn returned_metrics(summary: &EpisodeSummary) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_rollout::{Fork, Scaffold, ToolFormat};
+    use orchestrate_rollout::{Fork, Scaffold, ToolFormat, WrittenTurn};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
-        let calls = scaffold.parse(ToolFormat::Json, text, &[]).into_iter().flatten();
+        let calls =
+            scaffold.parse(WrittenTurn::new(ToolFormat::Json, text), &[]).into_iter().flatten();
         let turn = TurnLog {
             text: text.to_owned(),
             actions: calls.map(|(action, _)| action).collect(),
+            unread: None,
             observation: "seen\n".to_owned(),
             generate_ms: 5,
             exec_ms: 7,
@@ -464,6 +468,7 @@ mod tests {
         let turn = TurnLog {
             text: "hm".to_owned(),
             actions: Vec::new(),
+            unread: None,
             observation: String::new(),
             generate_ms: 0,
             exec_ms: 0,

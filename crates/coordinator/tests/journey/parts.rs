@@ -165,6 +165,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
     let turn = TurnLog {
         text: "ls".into(),
         actions: Vec::new(),
+        unread: None,
         observation: "files".into(),
         generate_ms: 1,
         exec_ms: 1,

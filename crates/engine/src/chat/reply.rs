@@ -5,7 +5,7 @@ use crate::error::EngineErrorKind;
 use crate::generation::Finish;
 use crate::message::{AssistantMessage, FunctionCall, ToolCall};
 use crate::reply::{invalid_field, parse, truncated};
-use orchestrate_types::Attribution;
+use orchestrate_types::{Attribution, mended_json};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -65,7 +65,9 @@ pub(crate) fn read(
     body: &[u8],
     messages: usize,
 ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
-    let ending: Ending = parse(body)?;
+    // A model may write one half of a surrogate pair in the arguments of a call.
+    let body = mended_json(body);
+    let ending: Ending = parse(&body)?;
     let count = ending.choices.len();
     let Ok([choice]) = <[ChoiceEnding; 1]>::try_from(ending.choices) else {
         return Err(invalid_field("choices", format!("{count} choices, but 1 was requested")));
@@ -90,7 +92,7 @@ pub(crate) fn read(
         return Ok((Finish::Stop, AssistantMessage { content, ..AssistantMessage::default() }, 0));
     }
     let finish = if reason == FinishReason::Length { Finish::Length } else { Finish::Stop };
-    let reply: Reply = parse(body)?;
+    let reply: Reply = parse(&body)?;
     let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
         return Err(invalid_field("choices", "not one choice"));
     };
@@ -201,6 +203,16 @@ mod tests {
             assert!(matches!(error, EngineErrorKind::GenerationFailed(_)), "{error}");
             assert!(error.to_string().contains(text), "{error}");
         }
+    }
+
+    #[test]
+    fn half_a_character_costs_no_reply() {
+        let body = br#"{"choices": [{"finish_reason": "stop", "message": {"content": "a\ud83d", "tool_calls":
+            [{"id": "c", "function": {"name": "bash", "arguments": "{\"command\": \"\udce9\"}"}}]}}]}"#;
+        let (_, message, _) = read(body, 1).unwrap();
+        assert_eq!(message.content, "a\u{fffd}");
+        let arguments = "{\"command\": \"\u{fffd}\"}";
+        assert_eq!(message.tool_calls[0].function.arguments, arguments);
     }
 
     #[test]

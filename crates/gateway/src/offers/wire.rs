@@ -5,7 +5,8 @@ use crate::code::ErrorCode;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
-use orchestrate_types::is_unprintable;
+use orchestrate_types::{is_unprintable, mended_json};
+use serde::de::DeserializeOwned;
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -116,9 +117,11 @@ impl IntoResponse for Problem {
     }
 }
 
-/// Reads a body.
-pub(super) fn parsed<'a, T: Deserialize<'a>>(body: &'a [u8]) -> Result<T, Problem> {
-    let mut reader = serde_json::Deserializer::from_slice(body);
+/// Reads a body. Text in it that is not Unicode becomes U+FFFD: the message of a worker's error may quote
+/// what its environment printed.
+pub(super) fn parsed<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let body = mended_json(body);
+    let mut reader = serde_json::Deserializer::from_slice(&body);
     serde_path_to_error::deserialize(&mut reader)
         .map_err(|error| error.to_string())
         .and_then(|value| reader.end().map(|()| value).map_err(|error| error.to_string()))

@@ -1,6 +1,7 @@
 //! Tools: functions, functions in namespaces, and tools with free text as their input.
 
 use crate::content;
+use crate::message::json_of;
 use crate::problem::Problem;
 use crate::sampler::{Tool, ToolChoice};
 use serde::Deserialize;
@@ -66,7 +67,7 @@ pub(super) fn custom_arguments(input: &str) -> String {
 
 /// The free text of such arguments; other arguments as they are.
 pub(super) fn custom_input(arguments: &str) -> String {
-    let parsed: Option<Value> = serde_json::from_str(arguments).ok();
+    let parsed = json_of(arguments);
     let input = parsed.as_ref().and_then(|arguments| arguments.get("input")?.as_str());
     input.unwrap_or(arguments).to_owned()
 }

@@ -5,8 +5,7 @@ use crate::api::{Action, Message};
 use crate::chat::message;
 use crate::machine::EpisodeEvent;
 use crate::runner::{failed, sandbox_failed};
-use crate::scaffold::{Call, Mistake, ToolLimits, truncate_middle};
-use crate::tool_format::ToolFormat;
+use crate::scaffold::{Call, Mistake, ToolLimits, WrittenTurn, truncate_middle};
 use crate::toolbox::{ToolFailure, Toolbox};
 use orchestrate_sandbox::Sandbox;
 use orchestrate_types::{Stage, TokenId};
@@ -18,13 +17,21 @@ impl Attempt {
     #[tracing::instrument(name = "exec", parent = &self.turn_span, skip_all)]
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
-        let text = self.turns.last().map_or("", |turn| turn.text.as_str());
-        // An engine that takes messages gets its calls in this program's own format.
-        let format = match &self.line.dialogue {
-            Some(_) => ToolFormat::Json,
-            None => self.calls.chat.tool_format(),
+        let turn = match &self.line.dialogue {
+            Some(dialogue) => dialogue.last_turn(),
+            None => WrittenTurn {
+                text: self.turns.last().map_or("", |turn| turn.text.as_str()),
+                opens_thinking: self.calls.chat.opens_thinking(self.line.buffer.last_prompt()),
+                format: self.calls.chat.tool_format(),
+                separate: &[],
+            },
         };
-        let calls = self.calls.plan.scaffold.parse(format, text, self.servers.schemas());
+        let calls = self.calls.plan.scaffold.parse(turn, self.servers.schemas());
+        let mut mistakes = calls.iter().filter_map(|call| call.as_ref().err());
+        let unread = mistakes.find(|mistake| mistake.is_unread).map(|mistake| mistake.text.clone());
+        if let Some(turn) = self.turns.last_mut() {
+            turn.unread = unread;
+        }
         let event = self.perform(sandbox, calls).await;
         self.timings.exec_s += started.elapsed().as_secs_f64();
         if let Some(turn) = self.turns.last_mut() {
@@ -56,7 +63,7 @@ impl Attempt {
                         return failed(Stage::Exec, error.with_causes());
                     }
                 },
-                Err(mistake) => Some(truncate_middle(mistake.0, plan.observation_chars)),
+                Err(mistake) => Some(truncate_middle(mistake.text, plan.observation_chars)),
             };
             let Some(observation) = observation else {
                 submitted = true;

@@ -5,8 +5,8 @@
 //! an engine call fails and the next one samples other tokens: the client then sees that the text no
 //! longer continues what it has.
 
-use super::reply::{PartialReply, StopFilter};
 use crate::chat::ChatModel;
+use crate::reply::{PartialReply, StopFilter};
 use orchestrate_engine::TokenListener;
 use orchestrate_gateway::TextSink;
 use orchestrate_types::TokenId;
@@ -52,7 +52,7 @@ impl LiveText {
         let turn = LiveTurn {
             decoder: TextDecoder::default(),
             filter: StopFilter::new(stops),
-            reply: PartialReply::new(thinks),
+            reply: PartialReply::new(thinks, chat.tool_format()),
         };
         let sinks = vec![sink];
         let state = LiveState { kept: turn.clone(), now: turn, sinks, failed: Vec::new() };

@@ -13,7 +13,6 @@ mod begin;
 mod finished;
 mod live;
 mod prompt;
-mod reply;
 mod served;
 mod tokens;
 mod tool_set;
@@ -25,6 +24,7 @@ use crate::chat::ChatModel;
 use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
+use crate::reply::{ReplyParts, first_stop};
 use ask::digest_of_ids;
 pub(crate) use ask::{Ask, AskError, Past};
 use finished::hand_over;
@@ -33,7 +33,6 @@ use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, Limit, TokenId};
-use reply::{ReplyParts, first_stop};
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
@@ -309,6 +308,7 @@ impl Conversation {
             let chat = &self.calls.chat;
             let thinks = chat.opens_thinking(line.buffer.last_prompt());
             let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, said);
+            let unread = parts.unread.as_ref().map(ToString::to_string);
             let stop_string = stopped.map(|(_, stop)| stop.to_owned());
             let message = parts.message();
             let thinking = parts.reasoning.as_deref().unwrap_or_default();
@@ -318,6 +318,7 @@ impl Conversation {
             let reply = SampledReply {
                 message,
                 reasoning: parts.reasoning,
+                unread,
                 contradicts,
                 finish,
                 stop_string,
@@ -481,6 +482,7 @@ impl State {
         self.turns.push(TurnLog {
             text,
             actions: reply.message.tool_calls.clone(),
+            unread: reply.unread.clone(),
             observation: String::new(),
             generate_ms: u64::try_from(elapsed.as_millis()).unwrap_or(u64::MAX),
             exec_ms: 0,

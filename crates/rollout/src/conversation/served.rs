@@ -24,6 +24,8 @@ pub(crate) struct SampledReply {
     pub(crate) message: Message,
     /// Thinking, if there was any.
     pub(crate) reasoning: Option<String>,
+    /// Why there are no calls, although the text looks like some.
+    pub(crate) unread: Option<String>,
     /// Why sampling stopped: `Stop` or `Length`.
     pub(crate) finish: Finish,
     /// The stop string that ended it, which is not part of the message.

@@ -140,8 +140,24 @@ impl Call {
 /// A mistake of the policy, as the observation that explains it. Never a failure of the
 /// infrastructure.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
-#[error("{0}")]
-pub struct Mistake(pub String);
+#[error("{text}")]
+pub struct Mistake {
+    /// The observation.
+    pub text: String,
+    /// Whether the text looks like calls that cannot be read, so that none of the turn is performed.
+    pub is_unread: bool,
+}
+
+impl Mistake {
+    pub(crate) fn new(text: String) -> Self {
+        Self { text, is_unread: false }
+    }
+
+    /// Of a text that looks like calls, and cannot be read as calls.
+    pub(super) fn unread(text: String) -> Self {
+        Self { text, is_unread: true }
+    }
+}
 
 /// Limits of one tool call.
 #[derive(Debug, Clone, Copy)]

@@ -25,22 +25,40 @@ pub(super) const ENVIRONMENT: [(&str, &str); 5] = [
 /// common one, which counts only if there is no block of the first kind.
 const FENCES: [&str; 2] = ["```mswea_bash_command", "```bash"];
 
-const CLOSE: &str = "\n```";
+/// Why a block that another fence follows is not performed.
+const FENCE_AFTER: &str = "another line that begins with ``` follows the bash block, so it is not certain \
+                           where the command ends";
+
+/// Begins and ends a block, each on a line of its own.
+const FENCE: &str = "```";
 
 /// The only command of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
-    let blocks = FENCES.iter().map(|fence| blocks(text, fence)).find(|found| !found.is_empty());
-    match blocks.unwrap_or_default().as_slice() {
-        [command] => {
+    let found = FENCES.iter().map(|fence| blocks(text, fence)).find(|found| !found.is_empty());
+    match found.unwrap_or_default().as_slice() {
+        // A fence that follows may be the end of the block, and the one before a part of the command.
+        [(_, after)] if after.lines().any(|line| line.starts_with(FENCE)) => {
+            Err(Mistake::unread(format_error(FENCE_AFTER)))
+        }
+        [(command, _)] => {
             let call = Call::Bash { command: (*command).to_owned() };
             Ok((call.action(), call))
         }
-        others => Err(Mistake(format_error(others.len()))),
+        [] if !text.contains("```bash") && !text.contains("```mswea") => {
+            Err(Mistake::new(format_error(&found_blocks(0))))
+        }
+        others => Err(Mistake::unread(format_error(&found_blocks(others.len())))),
     }
 }
 
-/// The non-blank blocks that `fence` opens. The fence must end its line.
-fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
+fn found_blocks(number: usize) -> String {
+    format!("found {number} bash blocks, expected exactly 1")
+}
+
+/// The non-blank blocks that `fence` opens, each with what follows it; none if one of them does not end.
+/// The fence must end its line. Blocks with another fence that names a language are a part of the block, as
+/// in a command that writes a Markdown file.
+fn blocks<'a>(text: &'a str, fence: &str) -> Vec<(&'a str, &'a str)> {
     let mut found = Vec::new();
     let mut rest = text;
     while let Some((_, after)) = rest.split_once(fence) {
@@ -48,18 +66,39 @@ fn blocks<'a>(text: &'a str, fence: &str) -> Vec<&'a str> {
         let blank = after.len() - after.trim_start().len();
         let line_end = after.get(..blank).and_then(|blank| blank.rfind('\n'));
         let Some(body) = line_end.and_then(|end| after.get(end + 1..)) else { continue };
-        let Some((block, after)) = body.split_once(CLOSE) else { continue };
+        let Some((block, after)) = block(body) else {
+            // It may go on after a fence that looks like the beginning of another block.
+            return Vec::new();
+        };
         rest = after;
         if !block.trim().is_empty() {
-            found.push(block.trim());
+            found.push((block.trim(), after));
         }
     }
     found
 }
 
-fn format_error(found: usize) -> String {
+/// The block at the beginning of `body`, without the line break before its end, and what follows it.
+fn block(body: &str) -> Option<(&str, &str)> {
+    let (mut at, mut inner) = (0, 0_usize);
+    for line in body.split_inclusive('\n') {
+        match (line.strip_prefix(FENCE).map(str::trim), inner.checked_sub(1)) {
+            (Some(""), None) => {
+                let (block, after) = body.split_at(at);
+                return Some((block, after.strip_prefix(FENCE)?));
+            }
+            (Some(""), Some(fewer)) => inner = fewer,
+            (Some(language), _) if !language.contains('`') => inner += 1,
+            (Some(_) | None, _) => {}
+        }
+        at += line.len();
+    }
+    None
+}
+
+fn format_error(problem: &str) -> String {
     format!(
-        "Format error:\n\n<error>\nfound {found} bash blocks, expected exactly 1\n</error>\n\n\
+        "Format error:\n\n<error>\n{problem}\n</error>\n\n\
          Reply with a THOUGHT in plain words and exactly one command in a bash block:\n\n\
          <response_example>\nTHOUGHT: why this command comes next\n\n\
          ```bash\nyour_command_here\n```\n</response_example>\n\n\
@@ -126,7 +165,7 @@ mod tests {
         let command = |text: &str| match parse(text) {
             Ok((_, Call::Bash { command })) => Ok(command),
             Ok(other) => unreachable!("{other:?}"),
-            Err(mistake) => Err(mistake.0),
+            Err(mistake) => Err(mistake.text),
         };
         for (text, expected) in [
             ("THOUGHT: x\n\n```bash\nls -l\n```\n", "ls -l"),
@@ -134,6 +173,11 @@ mod tests {
             ("```bash\ncat <<'E'\n``\nE\n```", "cat <<'E'\n``\nE"),
             ("like\n```bash\nshown\n```\nso\n```mswea_bash_command\nls\n```", "ls"),
             ("```python\nx\n```\n```bash\nls\n```", "ls"),
+            (
+                "```bash\ncat > a.md <<'E'\n```python\nx\n```\nE\n```\n",
+                "cat > a.md <<'E'\n```python\nx\n```\nE",
+            ),
+            ("```bash\necho '```' ```x```\n```", "echo '```' ```x```"),
         ] {
             assert_eq!(command(text).as_deref(), Ok(expected), "{text}");
         }
@@ -145,10 +189,25 @@ mod tests {
             ("```bash\n\n```", 0),
             ("```\nls\n```", 0),
             ("```bash\na\n```\n```bash\nb\n```", 2),
+            ("```bash\ncat > a.md <<'E'\n```python\nE\n```\n", 0),
         ] {
             let error = command(text).unwrap_err();
             assert!(error.contains(&format!("found {found} bash blocks")), "{text}: {error}");
         }
+    }
+
+    #[test]
+    fn a_command_that_may_have_ended_early_is_refused() {
+        for text in [
+            "```bash\ncat > a.md <<'E'\n```\nx\n```\nE\n```",
+            "```bash\ncat > a.md <<'E'\n```\nE\n```",
+            "```bash\nls\n```\nIt prints:\n```\na\n```",
+            "```bash\ncat > a.md <<'E'\n```python\nE\n```",
+        ] {
+            let mistake = parse(text).unwrap_err();
+            assert!(mistake.is_unread, "{text}: {mistake}");
+        }
+        assert!(!parse("I am done.").unwrap_err().is_unread);
     }
 
     #[test]

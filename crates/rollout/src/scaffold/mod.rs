@@ -16,9 +16,11 @@ mod tools;
 mod truncate;
 
 use crate::api::{Action, Message, opening_messages};
+use crate::reply::split_thinking;
 use crate::tool_format::ToolFormat;
 pub use call::{Call, Change, EditorCommand, Mistake};
 pub(crate) use call::{STDERR_MARKER, ToolLimits, ToolResult};
+use orchestrate_engine::ToolCall;
 use orchestrate_tasks::Task;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
@@ -53,6 +55,26 @@ pub struct Prompts<'a> {
     pub task: Option<&'a str>,
 }
 
+/// A turn as the policy wrote it.
+#[derive(Debug, Clone, Copy)]
+pub struct WrittenTurn<'a> {
+    /// Its thinking, its text, and the calls in the text.
+    pub text: &'a str,
+    /// Whether the prompt opened the thinking.
+    pub opens_thinking: bool,
+    /// The format of the calls in the text.
+    pub format: ToolFormat,
+    /// Calls that a chat server separated from the text; they come after those in the text.
+    pub separate: &'a [ToolCall],
+}
+
+impl<'a> WrittenTurn<'a> {
+    /// A turn in text alone, after a prompt that opened no thinking.
+    pub fn new(format: ToolFormat, text: &'a str) -> Self {
+        Self { text, opens_thinking: false, format, separate: &[] }
+    }
+}
+
 impl Scaffold {
     /// The opening messages of a task, for a policy that has `turns` turns.
     pub fn opening(self, prompts: Prompts<'_>, task: &Task, turns: u32) -> Vec<Message> {
@@ -68,23 +90,25 @@ impl Scaffold {
         opening_messages(system.as_deref(), &self.message_text(prompt, turns))
     }
 
-    /// The calls of one assistant text, in order: each a parsed call, or the mistake in it. `format`
-    /// is the format of calls, and `server_tools` are the JSON schemas of the tools of tool servers; only
-    /// [`Self::Tools`], [`Self::Command`] and [`Self::Outside`] use them.
+    /// The calls of one turn, in order: each a parsed call, or the mistake in it. `server_tools` are
+    /// the JSON schemas of the tools of tool servers; only [`Self::Tools`], [`Self::Command`] and
+    /// [`Self::Outside`] use them.
     ///
     /// Never empty, because a text without a call is a mistake; more than one only for
-    /// [`Self::Tools`]. Calls inside a `<think>` part do not count.
+    /// [`Self::Tools`]. Calls inside the thinking do not count. Where the text of one call cannot be read,
+    /// no call of the turn is performed.
     pub fn parse(
         self,
-        format: ToolFormat,
-        text: &str,
+        turn: WrittenTurn<'_>,
         server_tools: &[serde_json::Value],
     ) -> Vec<Result<(Action, Call), Mistake>> {
-        let text = text.rsplit_once("</think>").map_or(text, |(_, after)| after);
+        let (_, text) = split_thinking(turn.opens_thinking, turn.text);
         match self {
-            Self::Tools | Self::Command | Self::Outside => tools::parse(format, text, server_tools),
-            Self::R2eXml => vec![r2e::parse(text)],
-            Self::Mini => vec![mini::parse(text)],
+            Self::Tools | Self::Command | Self::Outside => {
+                tools::parse(turn.format, &text, turn.separate, server_tools)
+            }
+            Self::R2eXml => vec![r2e::parse(&text)],
+            Self::Mini => vec![mini::parse(&text)],
         }
     }
 

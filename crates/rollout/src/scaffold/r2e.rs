@@ -8,11 +8,23 @@ use orchestrate_sandbox::{ExecResult, Exit};
 pub(super) const SYSTEM: &str = include_str!("r2e_system.txt");
 pub(super) const TASK: &str = include_str!("r2e_task.txt");
 
+const FUNCTION: &str = "<function";
 const CLOSE: &str = "</function>";
+const PARAMETER: &str = "<parameter";
+const CLOSE_PARAMETER: &str = "</parameter>";
 
 /// Observation of a turn without a call.
 const NO_CALL: &str = "No function call found. Each reply must hold exactly one function call, in \
                        the form <function=...> ... </function>.";
+
+/// Observation of a call whose values may have ended elsewhere.
+const STRAY_END: &str = "The function call may have ended too early: a </parameter> or </function> after \
+                         it has no beginning. Write a text that contains these tags with another \
+                         command, in parts.";
+
+/// Parameters of `file_editor`.
+const EDITOR_PARAMETERS: [&str; 8] =
+    ["command", "path", "file_text", "old_str", "new_str", "insert_line", "view_range", "concise"];
 
 /// Programs that a command must not start with.
 const BLOCKED: [&str; 4] = ["git", "ipython", "jupyter", "nohup"];
@@ -22,20 +34,21 @@ const SHOWN_LINES: usize = 40;
 
 /// The first call of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
-    let Some((name, rest)) = tag(text, "<function") else {
-        return Err(Mistake(NO_CALL.to_owned()));
+    let Some((name, rest)) = tag(text, FUNCTION) else {
+        return Err(Mistake::new(NO_CALL.to_owned()));
     };
-    let Some((body, _)) = rest.split_once(CLOSE) else {
-        return Err(Mistake(format!("The function call is not closed: {CLOSE} is missing.")));
-    };
-    let parameters = parameters(body);
+    let (parameters, after) = parameters(rest)?;
+    if has_stray_end(after) {
+        return Err(Mistake::unread(STRAY_END.to_owned()));
+    }
+    check_names(name, &parameters)?;
     let call = match name {
         "execute_bash" | "bash" => bash(&parameters)?,
         "file_editor" => editor(&parameters)?,
         "search" => search(&parameters)?,
         "finish" | "submit" => finish(&parameters)?,
         other => {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "There is no function {other}: use file_editor, execute_bash, search or finish."
             )));
         }
@@ -59,21 +72,81 @@ fn tag<'a>(text: &'a str, open: &str) -> Option<(&'a str, &'a str)> {
     None
 }
 
-/// Names and values of a call's parameters, without surrounding white space.
-fn parameters(body: &str) -> Vec<(&str, &str)> {
+/// Names and values of parameters.
+type Parameters<'a> = Vec<(&'a str, &'a str)>;
+
+/// Names and values of a call's parameters, without surrounding white space, and the text after the call.
+/// A value ends at the first tag after which the call goes on or ends, so it may contain the tag.
+fn parameters(body: &str) -> Result<(Parameters<'_>, &str), Mistake> {
+    let unclosed =
+        || Mistake::unread(format!("The function call is not closed: {CLOSE} is missing."));
     let mut found = Vec::new();
     let mut rest = body;
-    while let Some((name, after)) = tag(rest, "<parameter") {
-        let Some((value, after)) = after.split_once("</parameter>") else { break };
+    loop {
+        let (before, after) = rest.split_once(CLOSE).ok_or_else(unclosed)?;
+        let Some((name, value)) = tag(rest, PARAMETER).filter(|_| tag(before, PARAMETER).is_some())
+        else {
+            return Ok((found, after));
+        };
+        let mut ends = value.match_indices(CLOSE_PARAMETER).map(|(at, _)| at);
+        let goes_on = |at: &usize| {
+            let next = value.get(at + CLOSE_PARAMETER.len()..).unwrap_or_default().trim_start();
+            next.starts_with(PARAMETER) || next.starts_with(CLOSE)
+        };
+        let Some(end) = ends.clone().find(goes_on).or_else(|| ends.next()) else {
+            return Ok((found, after));
+        };
+        let (value, next) = value.split_at(end);
         found.push((name, value.trim()));
-        rest = after;
+        rest = next.strip_prefix(CLOSE_PARAMETER).unwrap_or_default();
     }
-    found
 }
 
-/// The last value of a parameter.
+/// Whether a tag ends something in the text that did not begin there.
+fn has_stray_end(text: &str) -> bool {
+    let (mut functions, mut parameters) = (0_usize, 0_usize);
+    for (at, _) in text.match_indices('<') {
+        let text = text.get(at..).unwrap_or_default();
+        let (open, is_end) = match text {
+            text if text.starts_with(CLOSE) => (&mut functions, true),
+            text if text.starts_with(CLOSE_PARAMETER) => (&mut parameters, true),
+            text if text.starts_with(FUNCTION) => (&mut functions, false),
+            text if text.starts_with(PARAMETER) => (&mut parameters, false),
+            _ => continue,
+        };
+        match (is_end, open.checked_sub(1)) {
+            (false, _) => *open += 1,
+            (true, Some(fewer)) => *open = fewer,
+            (true, None) => return true,
+        }
+    }
+    false
+}
+
+/// Refuses parameters that do not exist or occur twice: they may be a part of the value before them.
+fn check_names(function: &str, parameters: &[(&str, &str)]) -> Result<(), Mistake> {
+    let known: &[&str] = match function {
+        "execute_bash" | "bash" => &["cmd", "command"],
+        "file_editor" => &EDITOR_PARAMETERS,
+        "search" => &["search_term", "path"],
+        "finish" | "submit" => &["command", "result"],
+        _ => return Ok(()),
+    };
+    for (index, (name, _)) in parameters.iter().enumerate() {
+        if !known.contains(name) {
+            return Err(Mistake::unread(format!("{function} has no parameter {name}.")));
+        }
+        if parameters.iter().skip(index + 1).any(|(other, _)| other == name) {
+            let problem = format!("The call of {function} has the parameter {name} twice.");
+            return Err(Mistake::unread(problem));
+        }
+    }
+    Ok(())
+}
+
+/// The value of a parameter.
 fn value<'a>(parameters: &[(&str, &'a str)], name: &str) -> Option<&'a str> {
-    parameters.iter().rev().find(|(found, _)| *found == name).map(|(_, value)| *value)
+    parameters.iter().find(|(found, _)| *found == name).map(|(_, value)| *value)
 }
 
 fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<String, Mistake> {
@@ -81,12 +154,13 @@ fn required(function: &str, parameters: &[(&str, &str)], name: &str) -> Result<S
 }
 
 fn missing(function: &str, name: &str) -> Mistake {
-    Mistake(format!("The call of {function} lacks the required parameter {name}."))
+    Mistake::new(format!("The call of {function} lacks the required parameter {name}."))
 }
 
 fn number(parameters: &[(&str, &str)], name: &str) -> Result<Option<i64>, Mistake> {
-    let parse =
-        |text: &str| text.parse().map_err(|_| Mistake(format!("{name} must be a whole number.")));
+    let parse = |text: &str| {
+        text.parse().map_err(|_| Mistake::new(format!("{name} must be a whole number.")))
+    };
     value(parameters, name).map(parse).transpose()
 }
 
@@ -96,8 +170,8 @@ fn bash(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
         Some(_) | None => required("execute_bash", parameters, "cmd")?,
     };
     match command.split_whitespace().next() {
-        None => Err(Mistake("The parameter cmd is empty.".to_owned())),
-        Some(program) if BLOCKED.contains(&program) => Err(Mistake(bash_output(
+        None => Err(Mistake::new("The parameter cmd is empty.".to_owned())),
+        Some(program) if BLOCKED.contains(&program) => Err(Mistake::new(bash_output(
             "Error: Exit code 1",
             &format!("Bash command '{program}' is not allowed. Use another command or function."),
         ))),
@@ -115,7 +189,7 @@ fn finish(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
     match value(parameters, "command") {
         None | Some("submit") => Ok(Call::Submit),
         Some(other) => {
-            Err(Mistake(format!("Unknown command {other} of finish: the only one is submit.")))
+            Err(Mistake::new(format!("Unknown command {other} of finish: the only one is submit.")))
         }
     }
 }
@@ -138,7 +212,7 @@ fn editor(parameters: &[(&str, &str)]) -> Result<Call, Mistake> {
         },
         "undo_edit" => EditorCommand::Undo,
         other => {
-            return Err(Mistake(format!(
+            return Err(Mistake::new(format!(
                 "Unknown command {other} of file_editor: use view, create, str_replace, insert or \
                  undo_edit."
             )));
@@ -157,7 +231,7 @@ fn range(text: &str) -> Result<(i64, i64), Mistake> {
         .collect();
     match numbers.as_slice() {
         &[Some(first), Some(last)] => Ok((first, last)),
-        _ => Err(Mistake("view_range must be two line numbers, like [11, 12].".to_owned())),
+        _ => Err(Mistake::new("view_range must be two line numbers, like [11, 12].".to_owned())),
     }
 }
 
@@ -278,6 +352,27 @@ mod tests {
     }
 
     #[test]
+    fn values_may_contain_the_tags_that_end_them() {
+        let bash = |command: &str| format!("execute_bash>\n<parameter=cmd>{command}</parameter>\n");
+        for command in [
+            "grep '</parameter>' x",
+            "a</parameter>",
+            "a </parameter> b </parameter> c",
+            "grep '<parameter=x>' y",
+            "a </function> b",
+        ] {
+            let expected = Call::Bash { command: command.to_owned() };
+            assert_eq!(call(&bash(command)), Ok(expected), "{command}");
+        }
+        // Where it is not certain which tag ends the call, nothing is performed.
+        let quoted = "<function=search>\n<parameter=path>x</parameter>\n</function>";
+        for text in [quoted, &format!("{quoted}{quoted}"), "a</parameter></function> b"] {
+            let result = call(&bash(text));
+            assert!(result.is_err(), "{text}: {result:?}");
+        }
+    }
+
+    #[test]
     fn ranges_are_parsed_in_every_notation() {
         for text in ["[1, 20]", "1 20", "(1,20)", " [ 1 , 20 ] "] {
             assert_eq!(range(text), Ok((1, 20)), "{text}");
@@ -303,14 +398,16 @@ mod tests {
             (editor("<parameter=command>create</parameter>"), "parameter file_text"),
             (editor("<parameter=command>insert</parameter>"), "parameter insert_line"),
             (editor(&format!("{view}<parameter=view_range>x</parameter>")), "two line numbers"),
+            (editor(&format!("{view}{view}")), "parameter command twice"),
+            (editor("<parameter=line>3</parameter>"), "no parameter line"),
         ];
         for (body, part) in cases {
-            let error = call(&body).unwrap_err().0;
+            let error = call(&body).unwrap_err().text;
             assert!(error.contains(part), "{body}: {error}");
         }
-        assert!(parse("just words").unwrap_err().0.starts_with("No function call found"));
-        assert!(parse("<function=>x</function>").unwrap_err().0.starts_with("No function call"));
-        assert!(parse("<function=finish>").unwrap_err().0.contains("not closed"));
+        assert!(parse("just words").unwrap_err().text.starts_with("No function call found"));
+        assert!(parse("<function=>x</function>").unwrap_err().text.starts_with("No function call"));
+        assert!(parse("<function=finish>").unwrap_err().text.contains("not closed"));
     }
 
     #[test]

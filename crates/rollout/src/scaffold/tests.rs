@@ -15,7 +15,7 @@ pub(super) fn command_result(exit: Exit, output: &str) -> ExecResult {
 }
 
 fn parse_one(scaffold: Scaffold, text: &str) -> Result<Call, Mistake> {
-    let mut calls = scaffold.parse(ToolFormat::Json, text, &[]);
+    let mut calls = scaffold.parse(WrittenTurn::new(ToolFormat::Json, text), &[]);
     assert_eq!(calls.len(), 1, "{text}");
     calls.remove(0).map(|(_, call)| call)
 }
@@ -39,6 +39,42 @@ fn calls_inside_thinking_do_not_count() {
 }
 
 #[test]
+fn the_end_of_thinking_is_text_inside_a_call_and_open_thinking_has_no_calls() {
+    let grep = r#"grep -n "</think>" parser.py"#;
+    let tools = |command: &str| {
+        let arguments = serde_json::json!({"command": command});
+        format!("<tool_call>{{\"name\": \"bash\", \"arguments\": {arguments}}}</tool_call>")
+    };
+    let calls = [
+        (Scaffold::Tools, tools(grep)),
+        (
+            Scaffold::R2eXml,
+            format!("<function=execute_bash>\n<parameter=cmd>{grep}</parameter>\n</function>"),
+        ),
+        (Scaffold::Mini, format!("THOUGHT: I look.\n\n```bash\n{grep}\n```")),
+    ];
+    for (scaffold, call) in &calls {
+        let expected = Ok(Call::Bash { command: grep.to_owned() });
+        assert_eq!(parse_one(*scaffold, call), expected);
+        assert_eq!(parse_one(*scaffold, &format!("<think>hm</think>{call}")), expected);
+        assert!(parse_one(*scaffold, &format!("<think>perhaps {call} but no")).is_err());
+        let turn = WrittenTurn { opens_thinking: true, ..WrittenTurn::new(ToolFormat::Json, call) };
+        assert!(scaffold.parse(turn, &[])[0].is_err(), "thinking that the prompt opened");
+    }
+    let (edit, submit) = (
+        tools("sed -i 's|</think>|END|' x"),
+        r#"<tool_call>{"name": "submit", "arguments": {}}</tool_call>"#,
+    );
+    let text = format!("<think>\nEdit, then submit.\n</think>\n\n{edit}\n{submit}");
+    let read = |text: &str| Scaffold::Tools.parse(WrittenTurn::new(ToolFormat::Json, text), &[]);
+    let found: Vec<_> = read(&text).into_iter().map(|call| call.unwrap().0.name).collect();
+    assert_eq!(found, ["bash", "submit"]);
+    // Half of a turn is not performed.
+    let broken = read(&format!("<tool_call>{{\"name\": \"bash\"</tool_call>{submit}"));
+    assert!(matches!(broken.as_slice(), [Err(_)]), "{broken:?}");
+}
+
+#[test]
 fn same_command_is_the_same_action_in_every_scaffold() {
     let texts = [
         (
@@ -55,7 +91,7 @@ fn same_command_is_the_same_action_in_every_scaffold() {
     for (scaffold, text) in texts {
         let call = Call::Bash { command: "ls".to_owned() };
         assert_eq!(
-            scaffold.parse(ToolFormat::Json, text, &[]),
+            scaffold.parse(WrittenTurn::new(ToolFormat::Json, text), &[]),
             [Ok((action.clone(), call))],
             "{scaffold:?}"
         );

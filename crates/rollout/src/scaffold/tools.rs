@@ -2,8 +2,9 @@
 
 use super::call::{Call, Change, Mistake};
 use crate::api::Action;
-use crate::tool_format::{Piece, ToolFormat};
+use crate::tool_format::{ToolFormat, read_arguments};
 use crate::tool_server::called;
+use orchestrate_engine::ToolCall;
 use orchestrate_sandbox::{ExecResult, Exit};
 use serde::Deserialize;
 use serde_json::Value;
@@ -33,6 +34,9 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
+/// Observation of a call that a chat server separated from a text whose calls cannot be read.
+const NOT_PERFORMED: &str = "not performed: a tool call in the text of this turn cannot be read";
+
 /// The text of a call as a policy writes it and [`parse`] reads it in [`ToolFormat::Json`].
 /// `arguments` may be invalid JSON.
 pub(crate) fn call_text(name: &str, arguments: &str) -> String {
@@ -43,29 +47,35 @@ pub(crate) fn call_text(name: &str, arguments: &str) -> String {
     format!("<tool_call>\n{{\"name\": {name}, \"arguments\": {arguments}}}\n</tool_call>")
 }
 
-/// The calls of a text, in order; never empty. `server_tools` are the schemas of the tools that are not
-/// built in.
+/// The calls of a text without thinking, and then the `separate` ones, in order; never empty.
+/// `server_tools` are the schemas of the tools that are not built in.
 pub(super) fn parse(
     format: ToolFormat,
     text: &str,
+    separate: &[ToolCall],
     server_tools: &[Value],
 ) -> Vec<Result<(Action, Call), Mistake>> {
     static SCHEMAS: LazyLock<Vec<Value>> = LazyLock::new(schemas);
     let all = (!server_tools.is_empty()).then(|| [&SCHEMAS[..], server_tools].concat());
-    let pieces = format.read(text, all.as_ref().unwrap_or(&SCHEMAS)).into_iter();
-    let mut calls: Vec<_> = pieces
-        .filter_map(|piece| match piece {
-            Piece::Text(_) => None,
-            Piece::Call(Ok(action)) => Some(checked(action, server_tools)),
-            Piece::Call(Err(problem)) => {
-                Some(Err(Mistake(format!("tool call is not valid: {problem}"))))
-            }
-            Piece::Unclosed => Some(Err(Mistake("tool call is not closed".to_owned()))),
-        })
-        .collect();
+    let mut calls: Vec<_> = match format.read(text, all.as_ref().unwrap_or(&SCHEMAS)) {
+        Ok(read) => read.calls.into_iter().map(|action| checked(action, server_tools)).collect(),
+        Err(unread) => {
+            let mistake = |text: &str| Err(Mistake::unread(text.to_owned()));
+            let others = separate.iter().map(|_| mistake(NOT_PERFORMED));
+            return std::iter::once(mistake(&unread.to_string())).chain(others).collect();
+        }
+    };
+    calls.extend(separate.iter().map(|ToolCall { function, .. }| {
+        let name = function.name.clone();
+        match read_arguments(&function.arguments) {
+            Ok(arguments) => checked(Action { name, arguments }, server_tools),
+            Err(problem) => Err(Mistake::new(format!("{name} call is not valid: {problem}"))),
+        }
+    }));
     if calls.is_empty() {
         let names = names(server_tools);
-        calls.push(Err(Mistake(format!("no tool call found: each turn needs a {names} call"))));
+        calls
+            .push(Err(Mistake::new(format!("no tool call found: each turn needs a {names} call"))));
     }
     calls
 }
@@ -82,7 +92,8 @@ fn names(server_tools: &[Value]) -> String {
 
 fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mistake> {
     let arguments = action.arguments.clone();
-    let invalid = |e: serde_json::Error| Mistake(format!("{} call is not valid: {e}", action.name));
+    let invalid =
+        |e: serde_json::Error| Mistake::new(format!("{} call is not valid: {e}", action.name));
     let call = match action.name.as_str() {
         "bash" => {
             let BashArguments { command } = serde_json::from_value(arguments).map_err(invalid)?;
@@ -95,7 +106,7 @@ fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mis
         }
         other if server_tools.iter().any(|tool| called(tool) == Some(other)) => {
             let Value::Object(arguments) = arguments else {
-                return Err(Mistake(format!(
+                return Err(Mistake::new(format!(
                     "{other} call is not valid: arguments must be an object"
                 )));
             };
@@ -103,7 +114,7 @@ fn checked(action: Action, server_tools: &[Value]) -> Result<(Action, Call), Mis
         }
         other => {
             let names = names(server_tools);
-            return Err(Mistake(format!("no tool `{other}`: use {names}")));
+            return Err(Mistake::new(format!("no tool `{other}`: use {names}")));
         }
     };
     Ok((action, call))
@@ -116,7 +127,7 @@ fn edit(arguments: EditArguments) -> Result<Call, Mistake> {
         (None, None, Some(line), Some(new)) => Change::Line { line, new },
         _ => {
             let message = "edit call is not valid: give old_str and new_str, or line and new";
-            return Err(Mistake(message.to_owned()));
+            return Err(Mistake::new(message.to_owned()));
         }
     };
     Ok(Call::Edit { path, change })
@@ -188,7 +199,7 @@ mod tests {
     use super::*;
 
     fn parse_one(text: &str) -> Result<Call, Mistake> {
-        let mut calls = parse(ToolFormat::Json, text, &[]);
+        let mut calls = parse(ToolFormat::Json, text, &[], &[]);
         assert_eq!(calls.len(), 1, "{text}");
         calls.remove(0).map(|(_, call)| call)
     }
@@ -198,7 +209,7 @@ mod tests {
         let text = "I look.\n<tool_call>\n{\"name\": \"bash\", \"arguments\": {\"command\": \"ls\"}}\n</tool_call>\
                     <tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
         let calls: Vec<Call> =
-            parse(ToolFormat::Json, text, &[]).into_iter().map(|c| c.unwrap().1).collect();
+            parse(ToolFormat::Json, text, &[], &[]).into_iter().map(|c| c.unwrap().1).collect();
         assert_eq!(calls, [Call::Bash { command: "ls".to_owned() }, Call::Submit]);
         let edit = r#"<tool_call>{"name": "edit", "arguments": {"path": "a.py", "line": 3, "new": "x"}}</tool_call>"#;
         let change = Change::Line { line: 3, new: "x".to_owned() };
@@ -226,7 +237,7 @@ mod tests {
             ),
         ];
         for (text, start) in cases {
-            let error = parse_one(&text).unwrap_err().0;
+            let error = parse_one(&text).unwrap_err().text;
             assert!(error.starts_with(start), "{text}: {error}");
         }
     }
@@ -236,16 +247,16 @@ mod tests {
         let tool = serde_json::json!({"type": "function", "function": {"name": "s__find"}});
         let read = |body: &str| {
             let text = format!("<tool_call>{body}</tool_call>");
-            parse(ToolFormat::Json, &text, std::slice::from_ref(&tool)).remove(0)
+            parse(ToolFormat::Json, &text, &[], std::slice::from_ref(&tool)).remove(0)
         };
         let (action, call) = read(r#"{"name": "s__find", "arguments": {"n": [1, null]}}"#).unwrap();
         assert_eq!(call.action(), action);
         assert!(matches!(call, Call::Remote { tool, .. } if tool == "s__find"));
-        let error = read(r#"{"name": "s__find", "arguments": "n"}"#).unwrap_err().0;
+        let error = read(r#"{"name": "s__find", "arguments": "n"}"#).unwrap_err().text;
         assert_eq!(error, "s__find call is not valid: arguments must be an object");
-        let error = read(r#"{"name": "find", "arguments": {}}"#).unwrap_err().0;
+        let error = read(r#"{"name": "find", "arguments": {}}"#).unwrap_err().text;
         assert_eq!(error, "no tool `find`: use bash, edit, submit or s__find");
-        let error = parse(ToolFormat::Json, "", &[]).remove(0).unwrap_err().0;
+        let error = parse(ToolFormat::Json, "", &[], &[]).remove(0).unwrap_err().text;
         assert_eq!(error, "no tool call found: each turn needs a bash, edit or submit call");
     }
 

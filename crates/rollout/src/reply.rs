@@ -1,14 +1,17 @@
-//! A sampled reply, split into the parts that agents read: thinking, text and tool calls.
+//! A sampled reply, split into its parts: thinking, text and tool calls. Scaffolds and agents' requests
+//! read replies with it, so that both read it in the same way.
 //!
-//! Thinking is between `<think>` and `</think>` at the beginning of the reply; the prompt may have
-//! opened it. Calls are in the [`ToolFormat`] of the model.
+//! Thinking is between `<think>` and the first `</think>`, at the beginning of the reply; the prompt may
+//! have opened it. A `</think>` elsewhere is text. Thinking that is not closed is the whole reply. Calls
+//! are in the [`ToolFormat`] of the model.
 //!
 //! [`PartialReply`] splits a reply while it is sampled. A whole reply is split by it, too, so that what
 //! was released early is always the beginning of what the whole reply has.
 
 use crate::api::{Action, Message};
-use crate::tool_format::{OPEN, Piece, ToolFormat};
+use crate::tool_format::{ReadCalls, ToolFormat, Unread};
 use serde_json::Value;
+use std::sync::Arc;
 
 const THINK: &str = "<think>";
 const END_THINK: &str = "</think>";
@@ -19,19 +22,20 @@ pub(crate) struct ReplyParts {
     pub(crate) reasoning: Option<String>,
     pub(crate) content: String,
     pub(crate) calls: Vec<Action>,
+    /// Why there are no calls, although the content looks like some.
+    pub(crate) unread: Option<Unread>,
 }
 
 impl ReplyParts {
-    /// Splits the text of a reply. `thinks` says whether the prompt opened the thinking. A call that is
-    /// not closed or not valid stays in the text, together with all others: an agent must not perform
-    /// half of what the policy wrote.
+    /// Splits the text of a reply. `thinks` says whether the prompt opened the thinking. Calls that cannot
+    /// be read stay in the text, all of them: an agent must not perform half of what the policy wrote.
     pub(crate) fn parse(format: ToolFormat, tools: &[Value], thinks: bool, text: &str) -> Self {
-        let mut reply = PartialReply::new(thinks);
-        reply.push(text);
-        let (reasoning, body) = reply.finish();
-        match calls(format, tools, &body) {
-            Some((content, calls)) => Self { reasoning, content, calls },
-            None => Self { reasoning, content: body, calls: Vec::new() },
+        let (reasoning, body) = split_thinking(thinks, text);
+        match format.read(&body, tools).and_then(checked) {
+            Ok(ReadCalls { content, calls }) => Self { reasoning, content, calls, unread: None },
+            Err(unread) => {
+                Self { reasoning, content: body, calls: Vec::new(), unread: Some(unread) }
+            }
         }
     }
 
@@ -46,11 +50,32 @@ impl ReplyParts {
     }
 }
 
+/// Checks what every dialect of agents requires of a call.
+fn checked(read: ReadCalls) -> Result<ReadCalls, Unread> {
+    let invalid = |problem: &str| Err(Unread::Invalid(problem.to_owned()));
+    if read.calls.iter().any(|call| call.name.is_empty()) {
+        return invalid("its name is empty");
+    }
+    if read.calls.iter().any(|call| !call.arguments.is_object()) {
+        return invalid("its arguments are not an object");
+    }
+    Ok(read)
+}
+
+/// The thinking of a reply, and everything after it. `thinks` says whether the prompt opened the thinking.
+pub(crate) fn split_thinking(thinks: bool, text: &str) -> (Option<String>, String) {
+    // Which calls follow does not matter here.
+    let mut reply = PartialReply::new(thinks, ToolFormat::Json);
+    reply.push(text);
+    reply.finish()
+}
+
 /// A reply whose text arrives in pieces. What may still become part of a tag, or be trimmed, is held
 /// back; so is everything from the first call on, because a later one may make all of them text.
 #[derive(Debug, Clone)]
-pub(super) struct PartialReply {
+pub(crate) struct PartialReply {
     place: Place,
+    format: ToolFormat,
     /// Text that is not assigned to a part yet.
     held: String,
     reasoning: String,
@@ -74,10 +99,11 @@ enum Place {
 }
 
 impl PartialReply {
-    /// An empty reply; `thinks` says whether the prompt opened the thinking.
-    pub(super) fn new(thinks: bool) -> Self {
+    /// An empty reply; `thinks` says whether the prompt opened the thinking, and `format` how calls begin.
+    pub(crate) fn new(thinks: bool, format: ToolFormat) -> Self {
         Self {
             place: Place::Start { thinks },
+            format,
             held: String::new(),
             reasoning: String::new(),
             body: String::new(),
@@ -86,17 +112,17 @@ impl PartialReply {
     }
 
     /// The thinking so far.
-    pub(super) fn reasoning(&self) -> &str {
+    pub(crate) fn reasoning(&self) -> &str {
         &self.reasoning
     }
 
     /// The text so far.
-    pub(super) fn content(&self) -> &str {
+    pub(crate) fn content(&self) -> &str {
         self.body.get(..self.released).unwrap_or_default()
     }
 
     /// Adds text.
-    pub(super) fn push(&mut self, text: &str) {
+    pub(crate) fn push(&mut self, text: &str) {
         match self.place {
             Place::Text | Place::Calls => self.push_body(text),
             Place::Start { .. } | Place::Thinking | Place::Gap => {
@@ -157,12 +183,13 @@ impl PartialReply {
             return;
         }
         let new = self.body.get(self.released..).unwrap_or_default();
-        let decided = match new.split_once(OPEN) {
-            Some((before, _)) => {
-                self.place = Place::Calls;
-                before
-            }
-            None => without_tag_start(new, OPEN),
+        let decided = if let Some(start) = self.format.start(&self.body, self.released) {
+            self.place = Place::Calls;
+            self.body.get(self.released..start).unwrap_or_default()
+        } else {
+            let openings = self.format.openings().iter();
+            let decided = openings.map(|opening| without_tag_start(new, opening));
+            decided.min_by_key(|text| text.len()).unwrap_or(new)
         };
         self.released += decided.trim_end().len();
     }
@@ -187,20 +214,20 @@ fn without_tag_start<'a>(text: &'a str, tag: &str) -> &'a str {
 
 /// Text that is cut before the first stop string, while it arrives in pieces.
 #[derive(Debug, Clone)]
-pub(super) struct StopFilter {
-    stops: std::sync::Arc<[String]>,
+pub(crate) struct StopFilter {
+    stops: Arc<[String]>,
     /// An end that may be the beginning of a stop string.
     held: String,
     has_stopped: bool,
 }
 
 impl StopFilter {
-    pub(super) fn new(stops: std::sync::Arc<[String]>) -> Self {
+    pub(crate) fn new(stops: Arc<[String]>) -> Self {
         Self { stops, held: String::new(), has_stopped: false }
     }
 
     /// Adds text. Returns what certainly comes before every stop string.
-    pub(super) fn push(&mut self, text: &str) -> String {
+    pub(crate) fn push(&mut self, text: &str) -> String {
         if self.has_stopped {
             return String::new();
         }
@@ -215,26 +242,8 @@ impl StopFilter {
     }
 }
 
-/// The text outside the calls, and the calls; `None` if one of them is not valid.
-fn calls(format: ToolFormat, tools: &[Value], text: &str) -> Option<(String, Vec<Action>)> {
-    let (mut content, mut calls) = (String::new(), Vec::new());
-    for piece in format.read(text, tools) {
-        match piece {
-            Piece::Text(text) => content.push_str(text),
-            Piece::Call(Ok(call)) if !call.name.is_empty() && call.arguments.is_object() => {
-                calls.push(call);
-            }
-            Piece::Call(_) | Piece::Unclosed => return None,
-        }
-    }
-    if !calls.is_empty() {
-        content.truncate(content.trim_end().len());
-    }
-    Some((content, calls))
-}
-
 /// The text before the first stop string, and that string.
-pub(super) fn first_stop<'a>(text: &'a str, stops: &'a [String]) -> Option<(&'a str, &'a str)> {
+pub(crate) fn first_stop<'a>(text: &'a str, stops: &'a [String]) -> Option<(&'a str, &'a str)> {
     let found = stops.iter().filter_map(|stop| Some((text.find(stop.as_str())?, stop)));
     let (at, stop) = found.min_by_key(|(at, _)| *at)?;
     Some((text.get(..at)?, stop))
@@ -260,8 +269,12 @@ mod tests {
                     {\"command\": \"ls\"}}\n</tool_call>\n<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>";
         let parts = parse(text);
         let calls = vec![call("bash", json!({"command": "ls"})), call("submit", json!({}))];
-        let expected =
-            ReplyParts { reasoning: Some("hm".to_owned()), content: "Look.".to_owned(), calls };
+        let expected = ReplyParts {
+            reasoning: Some("hm".to_owned()),
+            content: "Look.".to_owned(),
+            calls,
+            unread: None,
+        };
         assert_eq!(parts, expected);
         assert_eq!(parse("<think>\n\n</think>\n\nyes").reasoning, None);
         assert_eq!(parse("plain\n").content, "plain\n");
@@ -287,6 +300,38 @@ mod tests {
     }
 
     #[test]
+    fn thinking_ends_at_its_first_tag_and_only_if_it_was_opened() {
+        let call = |command: &str| {
+            let arguments = json!({"command": command});
+            format!("<tool_call>{{\"name\": \"bash\", \"arguments\": {arguments}}}</tool_call>")
+        };
+        let ls = call("ls");
+        let grep = call("grep -n '</think>' parser.py");
+        for (thinks, text, reasoning, content, calls) in [
+            (false, grep.clone(), None, "", 1),
+            (true, format!("Look.</think>\n\n{grep}{ls}"), Some("Look."), "", 2),
+            (false, format!("<think>Edit.</think>\n\n{grep}{ls}"), Some("Edit."), "", 2),
+            (false, format!("Strip </think> from it. {ls}"), None, "Strip </think> from it.", 1),
+            (
+                false,
+                format!("<think>The tag </think> ends it.</think> {ls}"),
+                Some("The tag"),
+                " ends it.</think>",
+                1,
+            ),
+            (false, format!("x</think>{ls}"), None, "x</think>", 1),
+            // Thinking without an end has no calls.
+            (true, format!("perhaps {ls} but"), Some(&*format!("perhaps {ls} but")), "", 0),
+            (false, format!("<think>perhaps {ls}"), Some(&*format!("perhaps {ls}")), "", 0),
+            (true, format!("not {ls}</think>done"), Some(&*format!("not {ls}")), "done", 0),
+        ] {
+            let parts = ReplyParts::parse(ToolFormat::Json, &[], thinks, &text);
+            let found = (parts.reasoning.as_deref(), parts.content.as_str(), parts.calls.len());
+            assert_eq!(found, (reasoning, content, calls), "{text}");
+        }
+    }
+
+    #[test]
     fn an_invalid_call_leaves_the_whole_text() {
         for body in [
             "<tool_call>{\"name\": \"bash\"",
@@ -296,6 +341,7 @@ mod tests {
         ] {
             let parts = parse(body);
             assert_eq!((parts.content.as_str(), parts.calls.len()), (body, 0));
+            assert!(parts.unread.is_some(), "it is counted");
         }
     }
 
@@ -318,6 +364,9 @@ mod tests {
             "STOP",
             "STO",
             "OPEN",
+            "<function=bash>\n",
+            "<function=",
+            "</function>",
             "P",
             "{\"name\": \"bash\", \"arguments\": {}}",
             "<tool_call>{\"name\": \"bash\", \"arguments\": {}}</tool_call>",
@@ -341,17 +390,18 @@ mod tests {
             text in text(),
             sizes in prop::collection::vec(1_usize..9, 1..8),
             thinks in any::<bool>(),
+            format in prop::sample::select(ToolFormat::ALL.to_vec()),
             stops in prop::sample::subsequence(vec!["STOP", "OPEN", "word", "P<"], 0..3),
         ) {
-            let stops: std::sync::Arc<[String]> = stops.into_iter().map(str::to_owned).collect();
+            let stops: Arc<[String]> = stops.into_iter().map(str::to_owned).collect();
             let stopped = first_stop(&text, &stops).map_or(text.as_str(), |(before, _)| before);
             // The first stop string that is completed ends a reply.
             let ends: Vec<usize> =
                 stops.iter().filter_map(|stop| Some(text.find(stop.as_str())? + stop.len())).collect();
             let sampled = ends.iter().min().map_or(text.as_str(), |end| text.get(..*end).unwrap());
             let said = first_stop(sampled, &stops).map_or(stopped, |(before, _)| before);
-            let whole = ReplyParts::parse(ToolFormat::Json, &[], thinks, said);
-            let (mut filter, mut reply) = (StopFilter::new(stops), PartialReply::new(thinks));
+            let whole = ReplyParts::parse(format, &[], thinks, said);
+            let (mut filter, mut reply) = (StopFilter::new(stops), PartialReply::new(thinks, format));
             let reasoning = whole.reasoning.clone().unwrap_or_default();
             let mut before = (0, 0);
             for piece in split(sampled, &sizes) {
@@ -370,7 +420,7 @@ mod tests {
         fn prop_text_without_tags_is_released_at_once(
             words in prop::collection::vec("[a-zé]{1,5}", 1..9),
         ) {
-            let mut reply = PartialReply::new(false);
+            let mut reply = PartialReply::new(false, ToolFormat::Xml);
             let mut text = String::new();
             for word in &words {
                 reply.push(word);
