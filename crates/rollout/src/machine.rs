@@ -24,6 +24,7 @@
 //! | `Generating`, `Acting` | `TimeUp` | `Grading` truncated by `EpisodeTime` | `Grade` |
 //! | `Created`, `SandboxReady`, `Generating`, `Acting`, `AgentRunning` | `StopRequested` | `Ended` `Aborted{Shutdown}` | `Finish` |
 //! | `Grading` | `Graded` | `Ended` `Scored` or `Truncated` | `Finish` |
+//! | `Grading`, `AgentRunning` | `Graded`, `Returned`, reward not from 0 to 1 | `Ended` `Broken{Grade}` | `Finish` |
 //! | `Acting`, `AgentRunning`, `Grading` | `SandboxDamaged` | `Ended` `Truncated{SandboxDamage}`, reward 0 | `Finish` |
 //! | `Grading` | `ChangeTooLarge` | `Ended` `Truncated{ChangeSize}`, reward 0 | `Finish` |
 //! | all but `Ended` | `Failed` | `Ended` `Broken` | `Finish` |

@@ -379,3 +379,26 @@ proptest! {
         }
     }
 }
+
+#[test]
+fn a_reward_out_of_range_breaks_the_episode_that_it_is_given_for() {
+    for reward in [37.0, -1.0, 1.000_000_1, f64::NAN, f64::INFINITY] {
+        for (phase, event) in [
+            (EpisodePhase::Grading { truncated_by: None }, EpisodeEvent::Graded { reward }),
+            (truncated_by(Limit::Turns), EpisodeEvent::Graded { reward }),
+            (
+                EpisodePhase::AgentRunning,
+                EpisodeEvent::Returned { reward, truncated_by: Some(Limit::Turns) },
+            ),
+        ] {
+            let mut machine = EpisodeMachine { limits: LIMITS, has_agent: false, phase };
+            let EpisodeCommand::Finish(Outcome::Broken { stage, error }) =
+                machine.step(event).unwrap()
+            else {
+                panic!("{reward}");
+            };
+            assert_eq!(stage, Stage::Grade);
+            assert!(error.contains("not from 0 to 1"), "{error}");
+        }
+    }
+}
