@@ -1,11 +1,13 @@
 //! Where tasks come from: an environment that generates them, or task files.
 
-use crate::config::Settings;
+use crate::config::{ConfigError, Settings};
 use crate::error::{InputError, UsageError};
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
+use orchestrate_rollout::Scaffold;
 use orchestrate_tasks::{Origin, Split, Task, load, micro};
+use orchestrate_types::ConfigProblem;
 use std::collections::HashSet;
 use std::sync::Arc;
 
@@ -17,6 +19,37 @@ const MICRO_IMAGE: &str = "orchestrate/micro:latest";
 /// # Errors
 /// If a file cannot be read or has no usable row.
 pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
+    let mut set = all_tasks(settings)?;
+    if settings.rollout.scaffold == Scaffold::Command {
+        leave_out_unstartable(settings, &mut set)?;
+    }
+    Ok(set)
+}
+
+/// Leaves out the tasks that no process can be given, because every attempt at them would break.
+fn leave_out_unstartable(settings: &Settings, set: &mut TaskSet) -> anyhow::Result<()> {
+    let mut last = None;
+    for part in [&mut set.train, &mut set.held_out, &mut set.held_out_families] {
+        part.retain(|task| {
+            let Some(why) = settings.agent.obstacle(&settings.rollout, task) else { return true };
+            let id = task.id.as_str();
+            output::say(format!(
+                "note: task {id} is left out, because no agent can be started: {why}"
+            ));
+            last = Some(why);
+            false
+        });
+    }
+    let is_empty = [&set.train, &set.held_out, &set.held_out_families].iter().all(|p| p.is_empty());
+    if let Some(why) = last.filter(|_| is_empty) {
+        let remedy = "must name tasks that an agent's process can be given: shorten the prompt or \
+                      the variables, or use a built-in scaffold";
+        anyhow::bail!(ConfigError::Problems(vec![ConfigProblem::new("tasks", why, remedy)]));
+    }
+    Ok(())
+}
+
+fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
     let tasks = &settings.tasks;
     if tasks.file.is_none() && tasks.held_out_file.is_none() {
         let mut set = TaskSet::default();
