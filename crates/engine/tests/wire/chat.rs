@@ -182,8 +182,11 @@ async fn chat_requests_name_the_model_and_weights_cannot_be_updated() {
     assert!(found.len() == 1 && found[0].contains("no such model"), "{found:?}");
 }
 
+/// Whether a server refuses a body.
+type Refuses = fn(&Value) -> bool;
+
 /// A server that refuses requests with `refuses`, and calls the tool in its first turn, with thinking.
-async fn probed(chat: ChatOptions, refuses: fn(&Value) -> bool) -> (Vec<String>, Vec<Value>) {
+async fn probed(chat: ChatOptions, refuses: Refuses) -> (Vec<String>, Vec<Value>) {
     let mut tasks = JoinSet::new();
     let (url, mut seen) = serve(&mut tasks, move |path, body| match path {
         "/v1/models" => models(None),
@@ -239,7 +242,7 @@ async fn a_probe_sends_what_a_run_sends_and_a_second_turn() {
 
 #[tokio::test]
 async fn a_probe_names_the_setting_with_which_a_server_accepts_the_requests() {
-    let refusals: [(fn(&Value) -> bool, &str); 6] = [
+    let refusals: [(Refuses, &str); 6] = [
         (|body| body.get("max_tokens").is_some(), "token_limit_field = \"max_completion_tokens\""),
         (|body| body.get("seed").is_some(), "engine.send_seed = false"),
         (|body| body.get("top_p").is_some(), "engine.send_sampling = false"),
