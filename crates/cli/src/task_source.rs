@@ -6,7 +6,9 @@ use crate::files::write_whole;
 use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
+use orchestrate_rollout::Scaffold;
 use orchestrate_tasks::{Origin, Split, Task, load, micro};
+use orchestrate_types::ConfigProblem;
 use std::collections::{BTreeMap, HashSet};
 use std::io;
 use std::sync::Arc;
@@ -66,6 +68,37 @@ pub(crate) fn recorded_files(folder: &Utf8Path) -> anyhow::Result<BTreeMap<Strin
 /// # Errors
 /// If a file cannot be read or has no usable row.
 pub(crate) fn task_set(settings: &Settings) -> anyhow::Result<TaskSet> {
+    let mut set = all_tasks(settings)?;
+    if settings.rollout.scaffold == Scaffold::Command {
+        leave_out_unstartable(settings, &mut set)?;
+    }
+    Ok(set)
+}
+
+/// Leaves out the tasks that no process can be given, because every attempt at them would break.
+fn leave_out_unstartable(settings: &Settings, set: &mut TaskSet) -> anyhow::Result<()> {
+    let mut last = None;
+    for part in [&mut set.train, &mut set.held_out, &mut set.held_out_families] {
+        part.retain(|task| {
+            let Some(why) = settings.agent.obstacle(&settings.rollout, task) else { return true };
+            let id = task.id.as_str();
+            output::say(format!(
+                "note: task {id} is left out, because no agent can be started: {why}"
+            ));
+            last = Some(why);
+            false
+        });
+    }
+    let is_empty = [&set.train, &set.held_out, &set.held_out_families].iter().all(|p| p.is_empty());
+    if let Some(why) = last.filter(|_| is_empty) {
+        let remedy = "must name tasks that an agent's process can be given: shorten the prompt or \
+                      the variables, or use a built-in scaffold";
+        anyhow::bail!(ConfigError::Problems(vec![ConfigProblem::new("tasks", why, remedy)]));
+    }
+    Ok(())
+}
+
+fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
     let tasks = &settings.tasks;
     if tasks.file.is_none() && tasks.held_out_file.is_none() {
         let mut set = TaskSet::default();

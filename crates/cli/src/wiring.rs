@@ -13,8 +13,8 @@ use orchestrate_coordinator::{
     Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
 };
 use orchestrate_engine::{
-    ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EngineSettings, Fleet,
-    FleetOptions, FleetWorker, Worker, discover, unknown_shape,
+    ChatOptions, ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EngineSettings,
+    Fleet, FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
@@ -172,6 +172,7 @@ pub(crate) async fn engine(
             require_routed_experts: plan.require_routed_experts,
             sync_timeout: plan.sync_timeout.0,
             served_model: plan.served_model.clone(),
+            chat: chat_options(settings),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
@@ -220,6 +221,13 @@ pub(crate) async fn engine(
     Ok(Fleet::start(members, options)?)
 }
 
+/// How requests to a chat server differ from the common form. Chat servers are only evaluated.
+pub(crate) fn chat_options(settings: &Settings) -> ChatOptions {
+    let rollout = &settings.rollout;
+    let temperature = settings.run.eval_temperature;
+    settings.engine.chat_options(temperature, rollout.top_p, rollout.max_response_tokens)
+}
+
 /// Runs the capability probe, which samples a few tokens. An unsupported engine fails here, with the
 /// remedy, and not in the middle of the first step.
 async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()> {
@@ -231,7 +239,8 @@ async fn inspect(settings: &Settings, engine: &dyn Worker) -> anyhow::Result<()>
     if unsupported.is_empty() {
         return Ok(());
     }
-    if !settings.engine.require_routed_experts {
+    // An evaluation of a chat server needs no routed experts, but every request of it.
+    if !settings.engine.require_routed_experts && settings.engine.kind != EngineKind::Openai {
         let reasons = unsupported.join("; ");
         output::say(format!("warning: engine: not supported for training: {reasons}"));
         return Ok(());

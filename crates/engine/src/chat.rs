@@ -4,23 +4,26 @@
 //! ids, log-probabilities and routed experts, so their replies can be evaluated but never trained on.
 
 mod finish;
+mod options;
+mod probe;
 pub(crate) mod reply;
 
 use crate::api::{Engine, EngineInfo};
-use crate::capability::{CapabilityFinding, ProbeReport, Worker};
+use crate::capability::{ProbeReport, Worker};
 use crate::client::ClientOptions;
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
 use crate::generation::{Finish, MessageReply, Reply};
 use crate::http::{ModelList, Server, send};
 use crate::message::{AssistantMessage, ChatMessage};
 use crate::reply::truncated;
-use crate::request::{GenerateRequest, MessagePrompt, Prompt};
+use crate::request::{GenerateRequest, Prompt, Sampling};
 use async_trait::async_trait;
 use camino::Utf8Path;
+pub use options::{ChatOptions, TokenLimitField};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use reply::read;
-use serde::Serialize;
-use serde_json::{Value, json};
+use serde::{Serialize, Serializer};
+use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::sync::Semaphore;
@@ -46,18 +49,63 @@ pub struct ChatClient {
     /// Maximum sequence length in tokens, as reported; `usize::MAX` if unknown.
     context: AtomicUsize,
     permits: Semaphore,
+    options: ChatOptions,
 }
 
 #[derive(Serialize)]
 struct Body<'a> {
     model: &'a str,
-    messages: &'a [ChatMessage],
+    messages: Messages<'a>,
     #[serde(skip_serializing_if = "<[Value]>::is_empty")]
     tools: &'a [Value],
-    temperature: f32,
-    top_p: f32,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    temperature: Option<f32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    top_p: Option<f32>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_tokens: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    max_completion_tokens: Option<usize>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    seed: Option<u64>,
+}
+
+/// Messages as they are sent: with the thinking of the model's turns, or without.
+struct Messages<'a> {
+    messages: &'a [ChatMessage],
+    with_thinking: bool,
+}
+
+#[derive(Serialize)]
+struct SentMessage<'a> {
+    #[serde(flatten)]
+    message: &'a ChatMessage,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning: Option<&'a str>,
+    #[serde(skip_serializing_if = "Option::is_none")]
+    reasoning_content: Option<&'a str>,
+}
+
+impl Serialize for Messages<'_> {
+    fn serialize<S: Serializer>(&self, serializer: S) -> Result<S::Ok, S::Error> {
+        serializer.collect_seq(self.messages.iter().map(|message| {
+            let thinking = message.thinking.as_ref().filter(|_| self.with_thinking);
+            SentMessage {
+                message,
+                reasoning: thinking.and_then(|thinking| thinking.reasoning.as_deref()),
+                reasoning_content: thinking
+                    .and_then(|thinking| thinking.reasoning_content.as_deref()),
+            }
+        }))
+    }
+}
+
+/// What one request asks for.
+struct Wanted<'a> {
+    messages: &'a [ChatMessage],
+    tools: &'a [Value],
+    sampling: &'a Sampling,
     max_tokens: usize,
-    seed: u64,
 }
 
 /// The shape of a model behind the chat API: no experts, and no limits known.
@@ -92,25 +140,24 @@ impl ChatClient {
             shape: unknown_shape(),
             context: AtomicUsize::new(usize::MAX),
             permits: Semaphore::new(options.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)),
+            options: options.chat,
         })
     }
 
-    fn body(
-        &self,
-        request: &GenerateRequest,
-        prompt: &MessagePrompt,
-        max_tokens: usize,
-    ) -> Result<String, EngineErrorKind> {
-        let sampling = &request.sampling;
+    /// The body of a request to a server with these options.
+    fn body(&self, wanted: &Wanted<'_>, options: &ChatOptions) -> Result<String, EngineErrorKind> {
+        let Wanted { messages, tools, sampling, max_tokens } = *wanted;
+        let is_field = |field| (options.token_limit_field == field).then_some(max_tokens);
         let body = Body {
             model: &self.model,
-            messages: &prompt.messages,
-            tools: &prompt.tools,
-            temperature: sampling.temperature,
-            top_p: sampling.top_p,
-            max_tokens,
-            // Servers read a signed number.
-            seed: sampling.seed >> 1,
+            messages: Messages { messages, with_thinking: options.send_thinking },
+            tools,
+            temperature: options.send_sampling.then_some(sampling.temperature),
+            top_p: options.send_sampling.then_some(sampling.top_p),
+            max_tokens: is_field(TokenLimitField::MaxTokens),
+            max_completion_tokens: is_field(TokenLimitField::MaxCompletionTokens),
+            // Some servers read a signed number of 32 bits.
+            seed: options.send_seed.then_some(sampling.seed >> 33),
         };
         serde_json::to_string(&body).map_err(|error| {
             let detail = ErrorDetail::caused_by("cannot serialise the request", error);
@@ -130,7 +177,13 @@ impl ChatClient {
         let room = self.context.load(Ordering::Relaxed).saturating_sub(prompt.estimated_tokens);
         let mut max_tokens = request.sampling.max_new_tokens.min(room).max(1);
         let (finish, message, cached_tokens) = loop {
-            let body = self.body(request, prompt, max_tokens)?;
+            let wanted = Wanted {
+                messages: &prompt.messages,
+                tools: &prompt.tools,
+                sampling: &request.sampling,
+                max_tokens,
+            };
+            let body = self.body(&wanted, &self.options)?;
             let post = self.server.sampling_request(COMPLETIONS, body, &request.session);
             match send(post, request.deadline, REPLY_LIMIT).await {
                 Ok(body) => break read(&body, prompt.messages.len())?,
@@ -235,28 +288,13 @@ impl Engine for ChatClient {
 
 #[async_trait]
 impl Worker for ChatClient {
-    /// Requests a short reply, to find out whether the model exists and the API key is accepted.
+    /// Has a short conversation with a tool call, with the fields of a run's requests: it shows whether the
+    /// model exists, the API key is accepted, and every field and the second turn are.
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
         let info = self.info().await?;
-        let body = json!({
-            "model": self.model,
-            "messages": [{"role": "user", "content": "Answer with one word."}],
-            "max_tokens": 16,
-        });
-        let post = self.server.sampling_request(COMPLETIONS, body.to_string(), "probe");
-        let reply = send(post, PROBE_DEADLINE, REPLY_LIMIT).await;
-        let findings = match reply.and_then(|body| read(&body, 1).map(drop)) {
-            Ok(()) => Vec::new(),
-            Err(kind @ (EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_))) => {
-                return Err(self.server.error(COMPLETIONS, kind));
-            }
-            Err(kind) => {
-                let remedy = "see engine.served_model, engine.api_key_env and the server's log";
-                let problem = format!("{COMPLETIONS} {kind}");
-                vec![CapabilityFinding::refusal("generation", problem, remedy)]
-            }
-        };
-        Ok(ProbeReport { info, facts: vec![("use", "evaluation only".to_owned())], findings })
+        let (facts, findings) =
+            self.converse().await.map_err(|kind| self.server.error(COMPLETIONS, kind))?;
+        Ok(ProbeReport { info, facts, findings })
     }
 }
 

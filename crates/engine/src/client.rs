@@ -3,6 +3,7 @@
 
 use crate::api::{Engine, EngineInfo};
 use crate::capability::Severity;
+use crate::chat::ChatOptions;
 use crate::dialect::{Capabilities, Dialect, GenerateOptions};
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
 use crate::frames::new_tokens;
@@ -46,6 +47,8 @@ pub struct ClientOptions {
     pub sync_timeout: Duration,
     /// Name of the model, for servers that require it in requests.
     pub served_model: Option<String>,
+    /// How requests to a chat server differ from the common form.
+    pub chat: ChatOptions,
 }
 
 impl std::fmt::Debug for ClientOptions {

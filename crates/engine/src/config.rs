@@ -2,6 +2,7 @@
 
 use crate::EngineKind;
 use crate::capability::TRAINING_REQUIREMENTS;
+use crate::chat::{ChatOptions, TokenLimitField};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
     Problems, TlsClientFiles, above, between, not_blank, setting_types, settings, variable_name,
@@ -12,7 +13,7 @@ use orchestrate_types::{ConfigProblem, HumanDuration};
 const MICRO_POLICY: &str = "environments/micro/policy";
 const NO_TIME: HumanDuration = HumanDuration::secs(0);
 
-setting_types!(EngineKind);
+setting_types!(EngineKind, TokenLimitField);
 
 settings! {
     /// Which inference engine samples, and which model.
@@ -25,6 +26,17 @@ settings! {
     kind: EngineKind = EngineKind::default();
     /// Name of the model on a server of kind `openai`, which is required there.
     served_model: Option<String> = None => "none";
+    /// Field in which a server of kind `openai` reads the most tokens of a reply. `orchestrate doctor` says
+    /// which one a server accepts.
+    token_limit_field: TokenLimitField = TokenLimitField::default();
+    /// Whether `temperature` and `top_p` are sent to a server of kind `openai`. A model with fixed sampling
+    /// refuses them.
+    send_sampling: bool = true;
+    /// Whether a `seed`, below 2^31, is sent to a server of kind `openai`.
+    send_seed: bool = true;
+    /// Whether the model's thinking is sent back to a server of kind `openai`, in the fields in which it
+    /// came. Some models demand it after a tool call; others refuse it.
+    send_thinking: bool = false;
     /// Base URLs of several servers of the same model (a fleet), instead of `url`.
     urls: Option<Vec<String>> = None => "none";
     /// Base URL of kind `http` whose host name stands for several servers, instead of `url`. The
@@ -147,6 +159,20 @@ impl EngineSettings {
     /// Whether the engine inside this program samples.
     pub fn is_embedded(&self) -> bool {
         self.servers().is_empty() && self.discover.is_none()
+    }
+
+    /// How requests to a chat server differ from the common form, for a run that samples with
+    /// `temperature` and `top_p`, and up to `max_tokens` tokens at once.
+    pub fn chat_options(&self, temperature: f32, top_p: f32, max_tokens: usize) -> ChatOptions {
+        ChatOptions {
+            token_limit_field: self.token_limit_field,
+            send_sampling: self.send_sampling,
+            send_seed: self.send_seed,
+            send_thinking: self.send_thinking,
+            temperature,
+            top_p,
+            max_tokens,
+        }
     }
 
     /// Folder of the tokenizer.

@@ -31,7 +31,7 @@ mod vllm;
 
 pub use api::{Engine, EngineInfo};
 pub use capability::{CapabilityFinding, ProbeReport, Severity, Worker};
-pub use chat::{ChatClient, unknown_shape};
+pub use chat::{ChatClient, ChatOptions, TokenLimitField, unknown_shape};
 pub use client::{Client, ClientOptions};
 pub use config::{EngineSection, EngineSettings};
 pub use dialect::Dialect;
@@ -39,7 +39,7 @@ pub use error::{EngineError, EngineErrorKind, ErrorDetail};
 pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};
 pub use generation::{Finish, Generation, MessageReply, Reply, SampledTokens, VersionSpan};
 pub use kind::EngineKind;
-pub use message::{AssistantMessage, ChatMessage, FunctionCall, ToolCall};
+pub use message::{AssistantMessage, ChatMessage, FunctionCall, Thinking, ToolCall};
 pub use request::{
     GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenListener, TokenPrompt,
 };

@@ -15,6 +15,26 @@ pub struct ChatMessage {
     /// [`ToolCall::id`] of the call that a tool message answers.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub tool_call_id: Option<String>,
+    /// The model's thinking before an assistant message. A client sends it if its settings say so.
+    #[serde(skip)]
+    pub thinking: Option<Thinking>,
+}
+
+/// A model's thinking, and the fields in which the server gave it.
+#[derive(Debug, Clone, Default, PartialEq)]
+pub struct Thinking {
+    /// `reasoning`.
+    pub reasoning: Option<String>,
+    /// `reasoning_content`, the older name.
+    pub reasoning_content: Option<String>,
+}
+
+impl Thinking {
+    /// The text; `None` if there is none.
+    pub fn text(&self) -> Option<&str> {
+        let texts = [self.reasoning.as_deref(), self.reasoning_content.as_deref()];
+        texts.into_iter().flatten().find(|text| !text.is_empty())
+    }
 }
 
 /// A tool call that the server parsed from the model's output.
@@ -43,7 +63,7 @@ pub struct AssistantMessage {
     /// The text before the tool calls.
     pub content: String,
     /// The thinking, where the server separates it from the text.
-    pub reasoning: Option<String>,
+    pub thinking: Option<Thinking>,
     /// The tool calls, where the server separates them from the text.
     pub tool_calls: Vec<ToolCall>,
 }

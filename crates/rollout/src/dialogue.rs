@@ -2,14 +2,14 @@
 //!
 //! The invariant: what the policy wrote is sent back as the server returned it, tool calls separate
 //! from text. Each tool call has one tool message, before everything else that follows. Thinking is
-//! not sent back. No message of the environment has a control token in it, because a server would
+//! kept apart, in the fields in which it came; the client sends it back if its settings say so. No message of the environment has a control token in it, because a server would
 //! take it for the end of the message.
 
 use crate::api::Message;
 use crate::scaffold::{WrittenTurn, call_text};
 use crate::template::with_strings;
 use crate::tool_format::ToolFormat;
-use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt};
+use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt, Thinking};
 use std::sync::Arc;
 
 /// Control tokens of common models that do not have the form `<|name|>`.
@@ -65,7 +65,7 @@ impl Dialogue {
 
     /// Adds the policy's turn.
     pub(crate) fn push_turn(&mut self, turn: AssistantMessage) -> TurnText {
-        let AssistantMessage { content, reasoning, tool_calls } = turn;
+        let AssistantMessage { content, thinking, tool_calls } = turn;
         let mut kept = content.clone();
         for call in &tool_calls {
             if !kept.is_empty() && !kept.ends_with('\n') {
@@ -73,12 +73,12 @@ impl Dialogue {
             }
             kept.push_str(&call_text(&call.function.name, &call.function.arguments));
         }
-        let text = match reasoning {
+        let text = match thinking.as_ref().and_then(Thinking::text) {
             Some(thinking) => format!("<think>\n{thinking}\n</think>\n\n{kept}"),
             None => kept.clone(),
         };
         self.call_ids = tool_calls.iter().map(|call| call.id.clone()).collect();
-        let message = ChatMessage { tool_calls, ..chat_message("assistant", &content) };
+        let message = ChatMessage { tool_calls, thinking, ..chat_message("assistant", &content) };
         self.push(message);
         TurnText { text, kept }
     }
@@ -176,7 +176,10 @@ mod tests {
         let mut dialogue = Dialogue::open(&[message("user", "mend it")], &[]);
         let turn = AssistantMessage {
             content: "Look.".to_owned(),
-            reasoning: Some("a <tool_call> is needed".to_owned()),
+            thinking: Some(Thinking {
+                reasoning: Some("a <tool_call> is needed".to_owned()),
+                ..Thinking::default()
+            }),
             tool_calls: vec![
                 call("c1", "bash", r#"{"command": "grep '</tool_call>' x </think>"}"#),
                 call("c2", "bash", "{broken"),
@@ -217,7 +220,7 @@ mod tests {
         let mut dialogue = Dialogue::open(&[message("user", attack)], &[]);
         let turn = AssistantMessage {
             content: "<|im_end|> is mine".to_owned(),
-            reasoning: None,
+            thinking: None,
             tool_calls: vec![call("c1", "bash", "{}")],
         };
         dialogue.push_turn(turn);
@@ -254,7 +257,7 @@ mod tests {
         let text = "<tool_call>\n{\"name\": \"bash\", \"arguments\": {}}\n</tool_call>";
         let both = AssistantMessage {
             content: text.to_owned(),
-            reasoning: None,
+            thinking: None,
             tool_calls: vec![call("c9", "submit", "{}")],
         };
         dialogue.push_turn(both);

@@ -317,7 +317,9 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
     );
     let mut findings = vec![finding("engine", Ok(detail))];
     for found in &report.findings {
-        let fatal = found.severity == Severity::Refusal && settings.engine.require_routed_experts;
+        let is_needed =
+            settings.engine.require_routed_experts || settings.engine.kind == EngineKind::Openai;
+        let fatal = found.severity == Severity::Refusal && is_needed;
         let error = fatal.then(|| {
             let kind = EngineErrorKind::unsupported(found.to_string());
             EngineError { engine: url.clone(), call: "probe", kind }.into()
@@ -354,6 +356,7 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         require_routed_experts: plan.require_routed_experts,
         sync_timeout: plan.sync_timeout.0,
         served_model: plan.served_model.clone(),
+        chat: wiring::chat_options(settings),
     };
     if plan.servers().iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {

@@ -3,7 +3,7 @@
 use super::finish::FinishReason;
 use crate::error::EngineErrorKind;
 use crate::generation::Finish;
-use crate::message::{AssistantMessage, FunctionCall, ToolCall};
+use crate::message::{AssistantMessage, FunctionCall, Thinking, ToolCall};
 use crate::reply::{invalid_field, parse, truncated};
 use orchestrate_types::{Attribution, mended_json};
 use serde::Deserialize;
@@ -109,7 +109,8 @@ pub(crate) fn read(
     });
     let message = AssistantMessage {
         content: content.unwrap_or_default(),
-        reasoning: reasoning.or(reasoning_content).filter(|text| !text.is_empty()),
+        thinking: Some(Thinking { reasoning, reasoning_content })
+            .filter(|thinking| thinking.text().is_some()),
         tool_calls: tool_calls.collect(),
     };
     let details = reply.usage.and_then(|usage| usage.prompt_tokens_details);
@@ -145,7 +146,7 @@ mod tests {
         let text = body.to_string();
         let (finish, message, cached) = read(text.as_bytes(), 2).unwrap();
         assert_eq!((finish, cached, message.content.as_str()), (Finish::Stop, 4, ""));
-        assert_eq!(message.reasoning.as_deref(), Some("look first"));
+        assert_eq!(message.thinking.as_ref().and_then(Thinking::text), Some("look first"));
         let ids: Vec<&str> = message.tool_calls.iter().map(|call| call.id.as_str()).collect();
         assert_eq!(ids, ["c-1", "call-2-1"]);
         assert_eq!(message.tool_calls[1].function.arguments, "{");

@@ -2,9 +2,9 @@
 
 use crate::server::{Reply, options, request, serve};
 use orchestrate_engine::{
-    AssistantMessage, ChatClient, ChatMessage, ClientOptions, Engine as _, EngineError,
-    EngineErrorKind, EngineKind, Finish, GenerateRequest, MessagePrompt, MessageReply, Prompt,
-    Worker as _,
+    AssistantMessage, ChatClient, ChatMessage, ChatOptions, ClientOptions, Engine as _,
+    EngineError, EngineErrorKind, EngineKind, Finish, GenerateRequest, MessagePrompt, MessageReply,
+    Prompt, Thinking, TokenLimitField, Worker as _,
 };
 use orchestrate_types::{PolicyVersion, Retry};
 use serde_json::{Value, json};
@@ -94,7 +94,7 @@ async fn a_conversation_is_sent_as_messages_and_answered_by_a_message() {
         "top_p": 1.0,
         // As many as the context has room for.
         "max_tokens": 30,
-        "seed": i64::MAX,
+        "seed": (1_u64 << 31) - 1,
     });
     assert_eq!(sent.body, expected);
 }
@@ -180,4 +180,126 @@ async fn chat_requests_name_the_model_and_weights_cannot_be_updated() {
     let report = client.probe().await.unwrap();
     let found: Vec<String> = report.refusals().map(ToString::to_string).collect();
     assert!(found.len() == 1 && found[0].contains("no such model"), "{found:?}");
+}
+
+/// Whether a server refuses a body.
+type Refuses = fn(&Value) -> bool;
+
+/// A server that refuses requests with `refuses`, and calls the tool in its first turn, with thinking.
+async fn probed(chat: ChatOptions, refuses: Refuses) -> (Vec<String>, Vec<Value>) {
+    let mut tasks = JoinSet::new();
+    let (url, mut seen) = serve(&mut tasks, move |path, body| match path {
+        "/v1/models" => models(None),
+        _ if refuses(body) => Reply::Now(400, r#"{"error": {"message": "no"}}"#.to_owned()),
+        _ => {
+            let function = json!({"name": "echo", "arguments": "{}"});
+            let call = json!({"id": "c1", "type": "function", "function": function});
+            let message = json!({"content": null, "reasoning_content": "hm", "tool_calls": [call]});
+            let choice = json!({"index": 0, "message": message, "finish_reason": "tool_calls"});
+            Reply::Now(200, json!({"choices": [choice]}).to_string())
+        }
+    })
+    .await;
+    let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
+    let report = client.probe().await.unwrap();
+    let found = report.refusals().map(ToString::to_string).collect();
+    let mut bodies = Vec::new();
+    while let Ok(sent) = seen.try_recv() {
+        bodies.extend((sent.path == "/v1/chat/completions").then_some(sent.body));
+    }
+    (found, bodies)
+}
+
+fn lacks_thinking(body: &Value) -> bool {
+    let messages = body["messages"].as_array().unwrap();
+    let is_call = |message: &&Value| message["tool_calls"].is_array();
+    messages.iter().filter(is_call).any(|message| message["reasoning_content"] != "hm")
+}
+
+#[tokio::test]
+async fn a_probe_sends_what_a_run_sends_and_a_second_turn() {
+    let chat = ChatOptions {
+        temperature: 0.5,
+        top_p: 0.75,
+        max_tokens: 4096,
+        send_thinking: true,
+        ..ChatOptions::default()
+    };
+    let (found, bodies) = probed(chat, |_| false).await;
+    assert_eq!(found, Vec::<String>::new());
+    assert_eq!(bodies.len(), 2);
+    for body in &bodies {
+        assert_eq!(body["temperature"], 0.5);
+        assert_eq!(body["top_p"], 0.75);
+        assert_eq!(body["max_tokens"], 4096);
+        assert_eq!(body["seed"], i32::MAX);
+        assert!(body["tools"].is_array());
+    }
+    let second = bodies[1]["messages"].as_array().unwrap();
+    assert_eq!(second[2]["reasoning_content"], "hm");
+    assert_eq!(second[3], json!({"role": "tool", "content": "ping", "tool_call_id": "c1"}));
+}
+
+#[tokio::test]
+async fn a_probe_names_the_setting_with_which_a_server_accepts_the_requests() {
+    let refusals: [(Refuses, &str); 6] = [
+        (|body| body.get("max_tokens").is_some(), "token_limit_field = \"max_completion_tokens\""),
+        (|body| body.get("seed").is_some(), "engine.send_seed = false"),
+        (|body| body.get("top_p").is_some(), "engine.send_sampling = false"),
+        (lacks_thinking, "engine.send_thinking = true"),
+        (
+            |body| body.get("max_tokens").is_some() || body.get("temperature").is_some(),
+            "token_limit_field = \"max_completion_tokens\", engine.send_sampling = false",
+        ),
+        (
+            |body| {
+                let sizes = ["max_tokens", "max_completion_tokens"].map(|name| body[name].as_u64());
+                sizes.into_iter().flatten().any(|size| size > 64)
+            },
+            "lower rollout.max_response_tokens",
+        ),
+    ];
+    for (refuses, remedy) in refusals {
+        let chat = ChatOptions { max_tokens: 1024, ..ChatOptions::default() };
+        let (found, _) = probed(chat, refuses).await;
+        assert!(found.len() == 1 && found[0].contains(remedy), "{remedy}: {found:?}");
+    }
+    // With the settings that it names, there is nothing to find.
+    let chat = ChatOptions {
+        token_limit_field: TokenLimitField::MaxCompletionTokens,
+        send_sampling: false,
+        send_seed: false,
+        send_thinking: true,
+        ..ChatOptions::default()
+    };
+    let refuses = |body: &Value| {
+        ["max_tokens", "temperature", "top_p", "seed"].iter().any(|name| body.get(name).is_some())
+            || lacks_thinking(body)
+    };
+    let (found, bodies) = probed(chat, refuses).await;
+    assert_eq!((found, bodies.len()), (Vec::new(), 2));
+}
+
+#[tokio::test]
+async fn thinking_is_sent_back_in_its_own_fields_only_if_the_settings_say_so() {
+    let thinking = Thinking { reasoning_content: Some("hm".to_owned()), ..Thinking::default() };
+    let turn = ChatMessage {
+        role: "assistant".to_owned(),
+        content: "x".to_owned(),
+        thinking: Some(thinking),
+        ..ChatMessage::default()
+    };
+    for (send_thinking, expected) in [
+        (false, json!({"role": "assistant", "content": "x"})),
+        (true, json!({"role": "assistant", "content": "x", "reasoning_content": "hm"})),
+    ] {
+        let mut tasks = JoinSet::new();
+        let (url, mut seen) = serve(&mut tasks, |_, _| completion("ok", "stop")).await;
+        let chat = ChatOptions { send_thinking, ..ChatOptions::default() };
+        let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
+        let messages = Arc::new(vec![turn.clone()]);
+        let prompt = Prompt::Messages(MessagePrompt { messages, ..MessagePrompt::default() });
+        complete(&client, GenerateRequest { prompt, ..chat_request() }).await.unwrap();
+        assert_eq!(seen.recv().await.unwrap().body["messages"], json!([expected]));
+    }
 }

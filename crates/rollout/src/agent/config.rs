@@ -2,6 +2,7 @@
 //! offers to external workers for `rollout.scaffold = "outside"`.
 
 use super::egress::is_address;
+use super::limits::STRING_BYTES;
 use camino::Utf8PathBuf;
 use orchestrate_gateway::Offers;
 use orchestrate_settings::{Problems, between, setting_types, settings};
@@ -78,8 +79,13 @@ fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Pro
             "must be host:port in lower case, like \"pypi.org:443\"",
         );
     }
+    let fits = |text: &str| text.len() <= STRING_BYTES;
+    let remedy = "must have at most 128 KiB, the most that Linux passes to a process";
+    let command = settings.command.as_deref().unwrap_or_default();
+    problems.require(fits(command), "command", format!("{} bytes", command.len()), remedy);
     for variable in &settings.env {
         let name = variable.split_once('=').map(|(name, _)| name);
+        problems.require(fits(variable), "env", name.unwrap_or_default().to_owned(), remedy);
         let is_name = |name: &str| {
             !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
         };
@@ -134,5 +140,12 @@ mod tests {
         let wrong =
             AgentSection { env: Some(vec!["=x".into(), "a b=c".into(), "x".into()]), ..own };
         assert_eq!(wrong.check().unwrap_err().len(), 3);
+        let long = "x".repeat(STRING_BYTES + 1);
+        let wrong =
+            AgentSection { env: Some(vec![format!("A={long}")]), command: Some(long), ..wrong };
+        let problems = wrong.check().unwrap_err();
+        let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
+        assert_eq!(keys, ["agent.command", "agent.env"]);
+        assert!(problems.iter().all(|problem| problem.to_string().len() < 1000));
     }
 }

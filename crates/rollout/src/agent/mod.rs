@@ -7,6 +7,7 @@
 
 mod config;
 mod egress;
+mod limits;
 mod outside;
 mod sampler;
 

@@ -71,7 +71,7 @@ fn user(text: &str) -> Value {
     json!({"messages": [{"role": "user", "content": text}]})
 }
 
-fn messages(more: Value) -> Value {
+fn messages(more: &Value) -> Value {
     let mut messages = vec![json!({"role": "user", "content": "a"})];
     messages.extend(more.as_array().unwrap().iter().cloned());
     json!({"messages": messages})
@@ -81,12 +81,12 @@ fn messages(more: Value) -> Value {
 fn refused() -> Vec<Value> {
     let object = json!({"name": "bash", "arguments": {"command": "ls"}});
     vec![
-        messages(json!([{"role": "assistant", "content": "", "tool_calls": [
+        messages(&json!([{"role": "assistant", "content": "", "tool_calls": [
             {"id": "c", "type": "function", "function": object}]}])),
-        messages(json!([{"role": "user", "content": [
+        messages(&json!([{"role": "user", "content": [
             {"type": "image_url", "image_url": {"url": "data:image/png;base64,iVBORw0KGgo="}}]}])),
-        messages(json!([{"role": "function", "name": "bash", "content": "ok"}])),
-        messages(json!([{"role": "user", "content": 3}])),
+        messages(&json!([{"role": "function", "name": "bash", "content": "ok"}])),
+        messages(&json!([{"role": "user", "content": 3}])),
         json!({"messages": []}),
         json!("no object"),
     ]
