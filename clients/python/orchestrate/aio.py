@@ -30,6 +30,7 @@ from .wire import (
     Unreachable,
     check,
     check_reply,
+    encoded,
     failure_body,
 )
 
@@ -37,7 +38,7 @@ from .wire import (
 async def post(http: httpx.AsyncClient, **request: Any) -> httpx.Response | httpx.TransportError:
     """Sends a request; a failure of the connection is returned."""
     try:
-        return await http.post(**request)
+        return await http.post(**encoded(request))
     except httpx.TransportError as error:
         return error
 

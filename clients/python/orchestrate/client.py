@@ -32,6 +32,7 @@ from .wire import (
     Unreachable,
     check,
     check_reply,
+    encoded,
     failure_body,
 )
 
@@ -51,7 +52,7 @@ class Connection:
 def post(http: httpx.Client, **request: Any) -> httpx.Response | httpx.TransportError:
     """Sends a request; a failure of the connection is returned."""
     try:
-        return http.post(**request)
+        return http.post(**encoded(request))
     except httpx.TransportError as error:
         return error
 

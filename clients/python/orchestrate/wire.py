@@ -159,6 +159,15 @@ def failure_body(kind: str, message: str) -> dict[str, Any]:
     return {"failure": {"kind": kind, "message": message[-MESSAGE_CHARS:]}}
 
 
+def encoded(request: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of a request with its `json` as ASCII. What an environment printed may hold halves of
+    surrogate pairs, which cannot be written in UTF-8; the gateway reads them as U+FFFD."""
+    content = json.dumps(request["json"], allow_nan=False).encode("ascii")
+    headers = {"content-type": "application/json", **request.get("headers", {})}
+    others = {key: value for key, value in request.items() if key != "json"}
+    return {**others, "content": content, "headers": headers}
+
+
 def check(status: int, text: str) -> Any:
     """The body of a reply; `None` if it is empty.
 

@@ -270,6 +270,28 @@ def test_an_environment_that_meets_an_error_has_the_verdict_of_its_code(
         episode.finish(0.0)
 
 
+def test_text_that_is_not_unicode_is_sent(scripted: Start) -> None:
+    printed = b"caf\xe9".decode(errors="surrogateescape")
+    message = {"role": "assistant", "content": "ok"}
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    server = scripted(
+        lambda path, body: (200, reply) if path.endswith("completions") else plain(path, body)
+    )
+    with Gateway(server.url) as gateway, gateway.take() as episode:
+        assert episode.chat([{"role": "user", "content": printed}]).content == "ok"
+        episode.finish(0.0)
+
+    async def main() -> None:
+        async with orchestrate.AsyncGateway(server.url) as gateway:
+            async with await gateway.take() as episode:
+                assert (await episode.chat([{"role": "user", "content": printed}])).content == "ok"
+                await episode.finish(0.0)
+
+    asyncio.run(main())
+    sent = [body["messages"][0]["content"] for body in server.paths("completions")]
+    assert sent == [printed, printed]
+
+
 def test_the_client_to_await_does_the_same(scripted: Start) -> None:
     server = scripted(plain)
 

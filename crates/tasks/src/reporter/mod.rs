@@ -11,6 +11,7 @@ pub use command::{Start, TestCommand};
 use crate::finding::Finding;
 use crate::task::{Task, TestStatus};
 use crate::task_file::TaskFile;
+use orchestrate_types::mended_json;
 use serde::{Deserialize, Serialize};
 use std::collections::BTreeMap;
 
@@ -215,7 +216,9 @@ pub fn split(output: &[u8], nonce: &Nonce) -> (Vec<u8>, Option<Report>) {
     let ended = output.strip_suffix(b"\n").unwrap_or(output);
     let at = ended.iter().rposition(|byte| *byte == b'\n').map_or(0, |at| at + 1);
     let (log, line) = ended.split_at_checked(at).unwrap_or((ended, &[]));
-    let report = std::str::from_utf8(line).ok().and_then(|line| {
+    // The name of a test may be text that is not Unicode, which Python writes as halves of pairs.
+    let line = mended_json(line);
+    let report = std::str::from_utf8(&line).ok().and_then(|line| {
         let line = line.strip_prefix(PREFIX)?.strip_prefix(' ')?;
         let json = line.strip_prefix(nonce.reveal())?.strip_prefix(' ')?;
         serde_json::from_str(json).ok()
@@ -256,6 +259,14 @@ mod tests {
         assert_eq!(found.results, [("t.py::a".to_owned(), TestStatus::Passed)]);
         assert_eq!(found.findings[&Finding::Tampered], "x");
         assert_eq!(found.canaries, 2);
+    }
+
+    #[test]
+    fn the_name_of_a_test_that_is_not_unicode_costs_no_report() {
+        let nonce = Nonce::generate();
+        let whole = report(&nonce).replace("t.py::a", "t.py::a[\\udce9]");
+        let found = split(whole.as_bytes(), &nonce).1.unwrap();
+        assert_eq!(found.results, [("t.py::a[\u{fffd}]".to_owned(), TestStatus::Passed)]);
     }
 
     #[test]
