@@ -11,6 +11,7 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
+use orchestrate_types::mended_json;
 use crate::problem::Problem;
 use serde::Deserialize as _;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -93,8 +94,10 @@ impl Overridden {
 pub(crate) fn check(body: &[u8], table: &Table) -> Result<Overridden, Problem> {
     let mut found = Found::default();
     let walk = Walk { node: Some(table.tree()), inherited: UNKNOWN, found: &mut found };
+    // As the body was parsed: the walk would end silently at text that is not Unicode.
+    let body = mended_json(body);
     // A body that is not valid JSON has been refused before.
-    let _ = walk.deserialize(&mut serde_json::Deserializer::from_slice(body));
+    let _ = walk.deserialize(&mut serde_json::Deserializer::from_slice(&body));
     match found.refused {
         Some(problem) => Err(problem),
         None => Ok(found.overridden),
