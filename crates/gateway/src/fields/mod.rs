@@ -11,8 +11,8 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
-use orchestrate_types::mended_json;
 use crate::problem::Problem;
+use orchestrate_types::mended_json;
 use serde::Deserialize as _;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use serde_json::Value;
