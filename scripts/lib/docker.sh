@@ -36,9 +36,16 @@ _need() {
 }
 
 # Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer within 60 s.
+# The daemon outlives its caller, so it keeps none of the caller's open files: with one it would also keep its lock.
 _start_dockerd() {
   local log=$1 pid i
-  setsid -f bash -c 'echo $$ >"$1"; exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"
+  setsid -f bash -c '
+    for fd in /proc/$$/fd/*; do
+      fd=${fd##*/}
+      if [ "$fd" -gt 2 ]; then eval "exec $fd>&-"; fi
+    done
+    echo $$ >"$1"
+    exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"
   for ((i = 0; i < 600; i++)); do
     _docker_answers && return 0
     if [ "$i" -gt 5 ]; then
