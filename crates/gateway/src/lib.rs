@@ -80,6 +80,7 @@ mod code;
 mod config;
 mod connection;
 mod content;
+mod dialect;
 mod episode;
 mod fields;
 mod message;
@@ -109,6 +110,7 @@ mod round_trip;
 pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
+pub use dialect::Dialect;
 pub use fields::Overridden;
 #[cfg(fuzzing)]
 pub use foreign_text::{check_body, check_request};
@@ -118,7 +120,7 @@ pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;
 pub use sampler::{
-    Delivery, Dialect, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled,
-    SampledToken, SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
+    Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled, SampledToken,
+    SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
 };
 pub use text::{SampledText, ShownText, TextSink};

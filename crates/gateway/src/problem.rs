@@ -1,7 +1,7 @@
 //! Errors, in the form of each dialect.
 
 use crate::code::ErrorCode;
-use crate::sampler::{Dialect, SampleError};
+use crate::dialect::Dialect;
 use axum::body::Body;
 use axum::http::{HeaderName, HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse as _, Response};
@@ -168,22 +168,10 @@ impl Problem {
     }
 }
 
-impl From<SampleError> for Problem {
-    fn from(error: SampleError) -> Self {
-        let kind = match error {
-            SampleError::Refused(_) => Kind::Invalid,
-            SampleError::TooLong { prompt, context } => Kind::TooLong { prompt, context },
-            SampleError::Ended(_) => Kind::Ended,
-            SampleError::Unavailable(_) => Kind::Unavailable,
-            SampleError::Failed(_) => Kind::Failed,
-        };
-        Self::new(kind, error.to_string())
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::sampler::SampleError;
 
     #[test]
     fn a_long_prompt_is_reported_in_the_words_that_clients_look_for() {

@@ -2,12 +2,13 @@
 
 use crate::answer::{count, sample};
 use crate::chat::Chat;
+use crate::dialect::Dialect;
 use crate::episode::Episode;
 use crate::messages::Messages;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::responses::Responses;
-use crate::sampler::{Dialect, Sampler};
+use crate::sampler::Sampler;
 use crate::tokens::generate;
 use axum::extract::{Extension, Path, Request};
 use axum::http::{HeaderMap, Uri};

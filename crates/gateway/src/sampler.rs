@@ -1,8 +1,10 @@
 //! The seam: what the gateway asks of an episode, and what it is given.
 
 use crate::code::ErrorCode;
+use crate::dialect::Dialect;
 use crate::fields::Overridden;
 use crate::message::{Message, ToolCall};
+use crate::problem::{Kind, Problem};
 use crate::text::TextSink;
 use async_trait::async_trait;
 use serde_json::Value;
@@ -98,17 +100,6 @@ pub struct RoutedExperts {
     pub shape: [usize; 3],
     /// `uint8` or `uint16`.
     pub dtype: &'static str,
-}
-
-/// A wire format.
-#[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub enum Dialect {
-    /// OpenAI Chat Completions.
-    Chat,
-    /// OpenAI Responses.
-    Responses,
-    /// Anthropic Messages.
-    Messages,
 }
 
 /// A request in the internal form.
@@ -302,6 +293,19 @@ pub enum SampleError {
     /// Anything else: status 500.
     #[error("{0}")]
     Failed(String),
+}
+
+impl From<SampleError> for Problem {
+    fn from(error: SampleError) -> Self {
+        let kind = match error {
+            SampleError::Refused(_) => Kind::Invalid,
+            SampleError::TooLong { prompt, context } => Kind::TooLong { prompt, context },
+            SampleError::Ended(_) => Kind::Ended,
+            SampleError::Unavailable(_) => Kind::Unavailable,
+            SampleError::Failed(_) => Kind::Failed,
+        };
+        Self::new(kind, error.to_string())
+    }
 }
 
 #[cfg(test)]

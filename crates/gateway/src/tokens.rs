@@ -2,11 +2,12 @@
 //! themselves.
 
 use crate::answer::{Frames, body_of, envelope, note, with_headers};
+use crate::dialect::Dialect;
 use crate::episode::Episode;
 use crate::fields;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
-use crate::sampler::{Dialect, Finish, RoutedExperts, SampledTokens, TokenRequest};
+use crate::sampler::{Finish, RoutedExperts, SampledTokens, TokenRequest};
 use axum::body::Body;
 use axum::extract::{Extension, Request, State};
 use axum::response::Response;

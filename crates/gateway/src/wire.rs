@@ -1,7 +1,8 @@
 //! What a dialect is made of, and the pieces of an event stream.
 
+use crate::dialect::Dialect;
 use crate::problem::Problem;
-use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::sampler::{SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use bytes::Bytes;
 use serde_json::Value;

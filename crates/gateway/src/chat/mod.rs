@@ -3,8 +3,9 @@
 mod reply;
 mod request;
 
+use crate::dialect::Dialect;
 use crate::problem::Problem;
-use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::sampler::{SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire, event};
 use bytes::Bytes;

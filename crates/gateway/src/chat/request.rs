@@ -2,10 +2,11 @@
 
 use super::{Chat, Logprobs};
 use crate::content::{self, Part, TextOr, known, limit, stop_strings, text_of};
+use crate::dialect::Dialect;
 use crate::fields::{self, CHAT};
 use crate::message::{Message, Role, ToolCall, answered};
 use crate::problem::Problem;
-use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
+use crate::sampler::{SampleRequest, Tool, ToolChoice};
 use serde::Deserialize;
 use serde_json::Value;
 

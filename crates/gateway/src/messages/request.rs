@@ -3,10 +3,11 @@
 use super::Messages;
 use super::history::{self, Block, MessageParam};
 use crate::content::{self, TextOr, known, limit, stop_strings};
+use crate::dialect::Dialect;
 use crate::fields::{self, MESSAGES};
 use crate::message::{History, Message, Role, answered};
 use crate::problem::{Kind, Problem};
-use crate::sampler::{Dialect, SampleRequest, Tool, ToolChoice};
+use crate::sampler::{SampleRequest, Tool, ToolChoice};
 use crate::wire::Purpose;
 use serde::Deserialize;
 use serde_json::Value;

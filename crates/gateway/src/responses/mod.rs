@@ -7,8 +7,9 @@ mod request;
 mod stream;
 mod tools;
 
+use crate::dialect::Dialect;
 use crate::problem::Problem;
-use crate::sampler::{Dialect, SampleRequest, Sampled};
+use crate::sampler::{SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use bytes::Bytes;

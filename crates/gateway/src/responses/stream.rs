@@ -2,9 +2,10 @@
 
 use super::Responses;
 use super::reply::{Output, call_text, head, outputs, response, text_part, with};
+use crate::dialect::Dialect;
 use crate::message::ToolCall;
 use crate::problem::{Kind, Problem};
-use crate::sampler::{Dialect, Sampled};
+use crate::sampler::Sampled;
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, event, pieces_of_rest};
 use bytes::Bytes;
