@@ -160,8 +160,11 @@ def failure_body(kind: str, message: str) -> dict[str, Any]:
 
 
 def encoded(request: Mapping[str, Any]) -> dict[str, Any]:
-    """Arguments of a request with its `json` as ASCII. What an environment printed may hold halves of
-    surrogate pairs, which cannot be written in UTF-8; the gateway reads them as U+FFFD."""
+    """Arguments of a request with its `json` as ASCII.
+
+    What an environment printed may hold lone surrogates, which cannot be written in UTF-8; the
+    gateway reads them as U+FFFD.
+    """
     content = json.dumps(request["json"], allow_nan=False).encode("ascii")
     headers = {"content-type": "application/json", **request.get("headers", {})}
     others = {key: value for key, value in request.items() if key != "json"}
@@ -176,12 +179,11 @@ def check(status: int, text: str) -> Any:
         RunOver: The run has ended.
         Refused: The request is invalid, or not allowed.
     """
-    try:
-        body: Any = json.loads(text) if text else None
-    except ValueError:
-        body = None
     if status < 300:
-        return body
+        try:
+            return json.loads(text) if text else None
+        except ValueError:
+            return None
     code, message = error_of(text)
     if code == "run_over":
         raise RunOver(message)

@@ -282,10 +282,9 @@ def test_text_that_is_not_unicode_is_sent(scripted: Start) -> None:
         episode.finish(0.0)
 
     async def main() -> None:
-        async with orchestrate.AsyncGateway(server.url) as gateway:
-            async with await gateway.take() as episode:
-                assert (await episode.chat([{"role": "user", "content": printed}])).content == "ok"
-                await episode.finish(0.0)
+        async with orchestrate.AsyncGateway(server.url) as gateway, await gateway.take() as episode:
+            assert (await episode.chat([{"role": "user", "content": printed}])).content == "ok"
+            await episode.finish(0.0)
 
     asyncio.run(main())
     sent = [body["messages"][0]["content"] for body in server.paths("completions")]

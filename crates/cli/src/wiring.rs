@@ -13,8 +13,8 @@ use orchestrate_coordinator::{
     Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
 };
 use orchestrate_engine::{
-    ChatOptions, ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind, EngineSettings,
-    Fleet, FleetOptions, FleetWorker, Worker, discover, unknown_shape,
+    ChatServerOptions, ClientOptions, Engine, EngineError, EngineErrorKind, EngineKind,
+    EngineSettings, Fleet, FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
 use orchestrate_moe::ModelConfig;
@@ -172,7 +172,7 @@ pub(crate) async fn engine(
             require_routed_experts: plan.require_routed_experts,
             sync_timeout: plan.sync_timeout.0,
             served_model: plan.served_model.clone(),
-            chat: chat_options(settings),
+            chat: chat_server_options(settings),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
@@ -222,10 +222,10 @@ pub(crate) async fn engine(
 }
 
 /// How requests to a chat server differ from the common form. Chat servers are only evaluated.
-pub(crate) fn chat_options(settings: &Settings) -> ChatOptions {
+pub(crate) fn chat_server_options(settings: &Settings) -> ChatServerOptions {
     let rollout = &settings.rollout;
     let temperature = settings.run.eval_temperature;
-    settings.engine.chat_options(temperature, rollout.top_p, rollout.max_response_tokens)
+    settings.engine.chat_server_options(temperature, rollout.top_p, rollout.max_response_tokens)
 }
 
 /// Runs the capability probe, which samples a few tokens. An unsupported engine fails here, with the

@@ -19,7 +19,7 @@ use crate::reply::truncated;
 use crate::request::{GenerateRequest, Prompt, Sampling};
 use async_trait::async_trait;
 use camino::Utf8Path;
-pub use options::{ChatOptions, TokenLimitField};
+pub use options::{ChatServerOptions, TokenLimitField};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use reply::read;
 use serde::{Serialize, Serializer};
@@ -49,7 +49,7 @@ pub struct ChatClient {
     /// Maximum sequence length in tokens, as reported; `usize::MAX` if unknown.
     context: AtomicUsize,
     permits: Semaphore,
-    options: ChatOptions,
+    options: ChatServerOptions,
 }
 
 #[derive(Serialize)]
@@ -145,7 +145,11 @@ impl ChatClient {
     }
 
     /// The body of a request to a server with these options.
-    fn body(&self, wanted: &Wanted<'_>, options: &ChatOptions) -> Result<String, EngineErrorKind> {
+    fn body(
+        &self,
+        wanted: &Wanted<'_>,
+        options: &ChatServerOptions,
+    ) -> Result<String, EngineErrorKind> {
         let Wanted { messages, tools, sampling, max_tokens } = *wanted;
         let is_field = |field| (options.token_limit_field == field).then_some(max_tokens);
         let body = Body {

@@ -3,7 +3,7 @@
 
 use crate::api::{Engine, EngineInfo};
 use crate::capability::Severity;
-use crate::chat::ChatOptions;
+use crate::chat::ChatServerOptions;
 use crate::dialect::{Capabilities, Dialect, GenerateOptions};
 use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
 use crate::frames::new_tokens;
@@ -48,7 +48,7 @@ pub struct ClientOptions {
     /// Name of the model, for servers that require it in requests.
     pub served_model: Option<String>,
     /// How requests to a chat server differ from the common form.
-    pub chat: ChatOptions,
+    pub chat: ChatServerOptions,
 }
 
 impl std::fmt::Debug for ClientOptions {

@@ -2,7 +2,7 @@
 
 use crate::EngineKind;
 use crate::capability::TRAINING_REQUIREMENTS;
-use crate::chat::{ChatOptions, TokenLimitField};
+use crate::chat::{ChatServerOptions, TokenLimitField};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
     Problems, TlsClientFiles, above, between, not_blank, setting_types, settings, variable_name,
@@ -163,8 +163,13 @@ impl EngineSettings {
 
     /// How requests to a chat server differ from the common form, for a run that samples with
     /// `temperature` and `top_p`, and up to `max_tokens` tokens at once.
-    pub fn chat_options(&self, temperature: f32, top_p: f32, max_tokens: usize) -> ChatOptions {
-        ChatOptions {
+    pub fn chat_server_options(
+        &self,
+        temperature: f32,
+        top_p: f32,
+        max_tokens: usize,
+    ) -> ChatServerOptions {
+        ChatServerOptions {
             token_limit_field: self.token_limit_field,
             send_sampling: self.send_sampling,
             send_seed: self.send_seed,

@@ -31,7 +31,7 @@ mod vllm;
 
 pub use api::{Engine, EngineInfo};
 pub use capability::{CapabilityFinding, ProbeReport, Severity, Worker};
-pub use chat::{ChatClient, ChatOptions, TokenLimitField, unknown_shape};
+pub use chat::{ChatClient, ChatServerOptions, TokenLimitField, unknown_shape};
 pub use client::{Client, ClientOptions};
 pub use config::{EngineSection, EngineSettings};
 pub use dialect::Dialect;

@@ -60,7 +60,7 @@
 //!
 //! # Errors and streams
 //!
-//! Each error has an [`ErrorCode`], which says whose doing it is, and each [`SampleError`] a status, type
+//! Each error has an [`ErrorCode`], which is attributed to the policy, the environment or the infrastructure, and each [`SampleError`] a status, type
 //! and words by which the dialect's clients recognise it. [`Sampler::unanswered`] is told of each; an
 //! episode that is over is status 400 with `x-should-retry: false`, which no known client repeats.
 //! A stream begins with the first text that its sampler shows ([`TextSink`]), with the whole reply, or

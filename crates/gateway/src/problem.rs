@@ -70,7 +70,7 @@ impl Problem {
         }
     }
 
-    /// The code, which says whose doing it is.
+    /// The code, by which the error is attributed.
     pub(crate) fn code(&self) -> ErrorCode {
         match self.kind {
             Kind::Invalid => ErrorCode::InvalidRequest,

@@ -58,7 +58,7 @@ async fn subject(weight_format: WeightFormat) -> Subject {
         require_routed_experts: true,
         sync_timeout: Duration::from_mins(1),
         served_model: None,
-        chat: orchestrate_engine::ChatOptions::default(),
+        chat: orchestrate_engine::ChatServerOptions::default(),
     };
     let (engine, _) = EngineKind::Sglang.connect(client, Duration::from_mins(1)).await.unwrap();
     let report = engine.probe().await.unwrap();

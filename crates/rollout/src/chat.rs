@@ -30,6 +30,8 @@ use tokenizers::Tokenizer;
 
 /// Stands for the sampled text while a delta is derived. Templates render it unchanged.
 const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
+/// How often the placeholder is doubled while a prompt contains it elsewhere: in the end it is longer than any request.
+const LONGER_PLACEHOLDERS: usize = 20;
 
 /// Tokens at the end of a prompt in which `<think>` and the line break after it lie.
 const THINKING_HEADER_TOKENS: usize = 16;
@@ -446,16 +448,22 @@ impl ChatModel {
             self.render_with(&messages, input)
         };
         let mut placeholder = PLACEHOLDER.to_owned();
-        let mut text = shown(&placeholder)?;
-        // A tool or a message may have the same text.
-        while text.matches(&placeholder).nth(1).is_some() {
-            placeholder.push('-');
-            text = shown(&placeholder)?;
+        for _ in 0..LONGER_PLACEHOLDERS {
+            let text = shown(&placeholder)?;
+            let mut places = text.match_indices(&placeholder);
+            match (places.next(), places.next()) {
+                (Some((at, turn)), None) => {
+                    return Ok(text.get(at + turn.len()..).unwrap_or_default().to_owned());
+                }
+                (None, _) => {
+                    let problem = "an assistant turn is not shown".to_owned();
+                    return Err(ChatErrorKind::NotAppendOnly(problem));
+                }
+                // A tool or a message may have the same text, of any length.
+                (Some(_), Some(_)) => placeholder.push_str(&"-".repeat(placeholder.len())),
+            }
         }
-        match text.split_once(&placeholder) {
-            Some((_, after)) => Ok(after.to_owned()),
-            None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
-        }
+        Err(ChatErrorKind::NotAppendOnly("an assistant turn is shown twice".to_owned()))
     }
 
     /// Rendered text of an assistant turn. A tool message follows it in the rendering, because some

@@ -156,6 +156,7 @@ mod tests {
     use crate::chat::message;
     use crate::scaffold::{Call, Scaffold};
     use orchestrate_engine::{FunctionCall, ToolCall};
+    use serde_json::json;
 
     fn call(id: &str, name: &str, arguments: &str) -> ToolCall {
         let function = FunctionCall { name: name.to_owned(), arguments: arguments.to_owned() };
@@ -189,13 +190,25 @@ mod tests {
         let turn = dialogue.push_turn(turn);
         assert!(turn.text.starts_with("<think>\na <tool_call> is needed\n</think>\n\nLook.\n"));
         assert!(turn.kept.starts_with("Look.\n<tool_call>"), "{}", turn.kept);
-        let calls = Scaffold::Tools.parse(dialogue.last_turn(), &[]);
-        let commands: Vec<_> = calls.into_iter().map(|call| call.map(|(_, call)| call)).collect();
-        let bash = Call::Bash { command: "grep '</tool_call>' x </think>".to_owned() };
-        assert_eq!(commands[0], Ok(bash));
-        assert!(commands[1].as_ref().unwrap_err().text.contains("not valid"));
-        assert_eq!(commands[2], Ok(Call::Submit));
-        assert_eq!(commands.len(), 3);
+        // One of the calls cannot be read, so none is performed.
+        let performed = |dialogue: &Dialogue| {
+            let calls = Scaffold::Tools.parse(dialogue.last_turn(), &[]);
+            calls.into_iter().map(|call| call.map(|(_, call)| call)).collect::<Vec<_>>()
+        };
+        let mistakes: Vec<_> = performed(&dialogue).into_iter().map(Result::unwrap_err).collect();
+        assert!(mistakes.iter().all(|mistake| mistake.is_unread), "{mistakes:?}");
+        assert!(mistakes[1].text.contains("bash call is not valid"), "{mistakes:?}");
+        assert!(mistakes[0].text.contains("not performed"), "{mistakes:?}");
+        assert_eq!(mistakes.len(), 3);
+        let mut without = Dialogue::open(&[message("user", "mend it")], &[]);
+        let command = "grep '</tool_call>' x </think>";
+        let arguments = json!({ "command": command }).to_string();
+        without.push_turn(AssistantMessage {
+            tool_calls: vec![call("c1", "bash", &arguments), call("c3", "submit", "")],
+            ..AssistantMessage::default()
+        });
+        let bash = Call::Bash { command: command.to_owned() };
+        assert_eq!(performed(&without), [Ok(bash), Ok(Call::Submit)]);
 
         dialogue.push_observations(&[message("tool", "found"), message("tool", "mistake")]);
         let expected = [

@@ -222,7 +222,10 @@ pub fn check_turn(draw: Draw<'_>) -> Reading {
             );
             (Scaffold::R2eXml, ToolFormat::Json, call)
         }
-        _ => (Scaffold::Mini, ToolFormat::Json, format!("```bash\n{command}\n```")),
+        _ => {
+            let fence = if draw(2) == 0 { "```bash" } else { "```mswea_bash_command" };
+            (Scaffold::Mini, ToolFormat::Json, format!("{fence}\n{command}\n```"))
+        }
     };
     let thinking = if draw(2) == 0 { "<think>hm</think>\n" } else { "I look.\n" };
     let reply = format!("{thinking}{call}");
@@ -261,6 +264,8 @@ pub fn check_turn(draw: Draw<'_>) -> Reading {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use rand_chacha::ChaCha8Rng;
+    use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
     use std::collections::BTreeMap;
 
     /// Replies that are drawn by default; `ORCHESTRATE_REPLIES` sets another number.
@@ -271,14 +276,9 @@ mod tests {
         let number = std::env::var("ORCHESTRATE_REPLIES").ok().and_then(|text| text.parse().ok());
         let mut counts: BTreeMap<(&str, Reading), u64> = BTreeMap::new();
         for seed in 0..number.unwrap_or(REPLIES) {
-            let mut state = seed;
-            let mut draw = |below: usize| {
-                // SplitMix64.
-                state = state.wrapping_add(0x9E37_79B9_7F4A_7C15);
-                let value = (state ^ (state >> 30)).wrapping_mul(0xBF58_476D_1CE4_E5B9);
-                let value = (value ^ (value >> 27)).wrapping_mul(0x94D0_49BB_1331_11EB);
-                usize::try_from((value ^ (value >> 31)) % below.max(1) as u64).unwrap()
-            };
+            let mut random = ChaCha8Rng::seed_from_u64(seed);
+            let mut draw =
+                |below: usize| usize::try_from(random.next_u64() % below.max(1) as u64).unwrap();
             *counts.entry(("agents", check_reply(&mut draw))).or_default() += 1;
             *counts.entry(("scaffolds", check_turn(&mut draw))).or_default() += 1;
         }

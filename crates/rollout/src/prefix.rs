@@ -107,7 +107,7 @@ impl ChatModel {
     ) -> Result<EarlierThinking, ChatErrorKind> {
         let opening = [message("system", "probe system"), message("user", QUESTION)];
         let prompt = self.render_with(&opening, input)?;
-        // What the prompt writes in place of the model: the begin of its thinking, or none.
+        // What the prompt writes in place of the model: the start of its thinking, or none.
         let (_, reply) = prompt.rsplit_once(QUESTION).unwrap_or_default();
         let header = reply.find(OPEN).or_else(|| reply.find(CLOSE));
         let header = header.and_then(|at| reply.get(at..)).unwrap_or_default();

@@ -252,6 +252,7 @@ fn message_value(message: &Message) -> Value {
         // Templates read thinking by one of these names.
         text("reasoning_content", &extra.reasoning),
         text("thinking", &extra.reasoning),
+        text("reasoning", &extra.reasoning),
         calls,
         text("tool_call_id", &extra.tool_call_id),
         text("name", &extra.name),

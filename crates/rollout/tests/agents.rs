@@ -321,6 +321,40 @@ async fn docker_an_agent_reaches_the_listed_address_and_no_other() {
     server.join().unwrap();
 }
 
+/// Sends one request that is refused or has no room for a reply, and exits as if it had succeeded.
+const GIVES_UP: &str = r#"exec python3 - <<'END'
+import json, os, urllib.error, urllib.request
+body = {"model": os.environ["MODEL"], "messages": [{"role": "user", "content": eval(os.environ["CONTENT"])}]}
+headers = {"Authorization": "Bearer " + os.environ["OPENAI_API_KEY"], "Content-Type": "application/json"}
+url = os.environ["OPENAI_BASE_URL"] + "/chat/completions"
+try:
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
+except urllib.error.HTTPError as error:
+    print(error.read())
+END
+"#;
+
+#[tokio::test]
+async fn docker_an_agent_that_exits_with_0_before_the_first_reply_has_no_result() {
+    if !has_image() {
+        return;
+    }
+    let task = &tasks()[0];
+    let image = r#"[{"type": "image_url", "image_url": {"url": "data:,"}}]"#;
+    for (content, expected) in [(image, "refused"), (r#""x " * 300000"#, "leaves no room")] {
+        let agent =
+            AgentSection { env: Some(vec![format!("CONTENT={content}")]), ..command(GIVES_UP) };
+        let case = Case { name: "gives up", agent, work: Work::calls("bash", "command") };
+        let layer = ImageLayer::of_folder(&example("minimal-agent"), AGENT_FOLDER).unwrap();
+        let (report, sampled) = run(&case, task, layer).await;
+        let Outcome::Broken { error, .. } = &report.outcome else {
+            unreachable!("not broken: {:?}", report.outcome);
+        };
+        assert!(error.contains(expected), "{error}");
+        assert_eq!(sampled, 0);
+    }
+}
+
 #[tokio::test]
 async fn docker_a_terminal_agent_repairs_micro_tasks() {
     if has_image() {

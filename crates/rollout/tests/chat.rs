@@ -232,9 +232,13 @@ fn dropped_thinking_depends_on_the_role_of_observations() {
 }
 
 #[test]
-fn template_that_hides_assistant_turns_is_rejected() {
+fn template_that_hides_or_repeats_assistant_turns_is_rejected() {
     let hiding = "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}";
     assert!(matches!(micro(hiding).1.unwrap_err().kind, ChatErrorKind::NotAppendOnly(_)));
+    let twice = "{{- '<|im_start|>' + message.role + '\\n' + content }}";
+    assert!(QWEN3.contains(twice));
+    let twice = QWEN3.replace(twice, &twice.replace("+ content", "+ content + content"));
+    assert!(matches!(micro(&twice).1.unwrap_err().kind, ChatErrorKind::NotAppendOnly(_)));
 }
 
 /// A model whose template writes calls like Qwen3-Coder's.

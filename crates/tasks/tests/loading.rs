@@ -294,32 +294,24 @@ fn parquet_with(
     compression: Compression,
     annotation: &str,
 ) -> Vec<u8> {
-    let texts = [
-        "instance_id",
-        "repo",
-        "version",
-        "base_commit",
-        "problem_statement",
-        "patch",
-        "test_patch",
-    ];
+    // The columns of every data set of this kind: texts, then lists of tests.
+    let (texts, tests) = SweRow::COLUMNS[..9].split_at(7);
     let text = |name: &str| format!("optional binary {name} {annotation};");
     let list = |name: &str| {
         let item = format!("repeated group list {{ optional binary element {annotation}; }}");
         format!("optional group {name} (LIST) {{ {item} }}")
     };
-    let mut schema: Vec<String> = texts.into_iter().map(text).collect();
-    let tests = ["FAIL_TO_PASS", "PASS_TO_PASS"].into_iter();
-    schema.extend(tests.map(|name| if lists { list(name) } else { text(name) }));
+    let mut schema: Vec<String> = texts.iter().map(|name| text(name)).collect();
+    schema.extend(tests.iter().map(|name| if lists { list(name) } else { text(name) }));
     let schema = schema.concat();
     let schema = Arc::new(parse_message_type(&format!("message row {{ {schema} }}")).unwrap());
     let properties = Arc::new(WriterProperties::builder().set_compression(compression).build());
     let mut writer = SerializedFileWriter::new(Vec::new(), schema, properties).unwrap();
     let mut group = writer.next_row_group().unwrap();
     let values: Vec<Value> = rows.iter().map(|row| serde_json::to_value(row).unwrap()).collect();
-    let mut columns = texts.into_iter().chain(["FAIL_TO_PASS", "PASS_TO_PASS"]);
+    let mut columns = texts.iter().chain(tests);
     while let Some(mut column) = group.next_column().unwrap() {
-        let name = columns.next().unwrap();
+        let name = *columns.next().unwrap();
         let (mut items, mut present, mut nested) = (Vec::new(), Vec::new(), Vec::new());
         for value in &values {
             let text = value[name].as_str().unwrap();

@@ -115,7 +115,7 @@ impl fmt::Display for Stage {
     }
 }
 
-/// Whose doing it is that a request was refused or a conversation ended. It decides the outcome, and it
+/// Who caused a refused request or the end of a conversation. It decides the outcome, and it
 /// always follows from a typed code: never from an HTTP status or from the text of a message.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub enum Attribution {

@@ -271,7 +271,7 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
             require_routed_experts: true,
             sync_timeout: PATIENCE,
             served_model: None,
-            chat: orchestrate_engine::ChatOptions::default(),
+            chat: orchestrate_engine::ChatServerOptions::default(),
         };
         let (client, _) = SglangClient::connect(options, PATIENCE).await?;
         members.push(FleetWorker { name: url.clone(), engine: Arc::new(client), is_up: true });

@@ -356,7 +356,7 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         require_routed_experts: plan.require_routed_experts,
         sync_timeout: plan.sync_timeout.0,
         served_model: plan.served_model.clone(),
-        chat: wiring::chat_options(settings),
+        chat: wiring::chat_server_options(settings),
     };
     if plan.servers().iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {

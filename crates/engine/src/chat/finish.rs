@@ -1,4 +1,4 @@
-//! Why a chat server ended a reply, and whose doing that is. Servers have names of their own for it.
+//! Why a chat server ended a reply, and who caused it. Servers have names of their own for it.
 
 use orchestrate_types::Attribution;
 
@@ -67,7 +67,7 @@ impl FinishReason {
         NAMES.iter().find(|(known, _)| *known == name).map(|(_, reason)| *reason)
     }
 
-    /// Whose doing it is that the reply ended.
+    /// Who caused the end of the reply.
     pub(crate) const fn attribution(self) -> Attribution {
         match self {
             Self::Stop | Self::Length | Self::Declined => Attribution::Policy,

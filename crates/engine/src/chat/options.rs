@@ -26,7 +26,7 @@ impl fmt::Display for TokenLimitField {
 
 /// How requests to a chat server differ from the common form, and what a run will send.
 #[derive(Debug, Clone, PartialEq)]
-pub struct ChatOptions {
+pub struct ChatServerOptions {
     /// Name of the field that limits the tokens of a reply.
     pub token_limit_field: TokenLimitField,
     /// Whether `temperature` and `top_p` are sent. A server with fixed sampling refuses them.
@@ -43,7 +43,7 @@ pub struct ChatOptions {
     pub max_tokens: usize,
 }
 
-impl Default for ChatOptions {
+impl Default for ChatServerOptions {
     fn default() -> Self {
         Self {
             token_limit_field: TokenLimitField::default(),
@@ -57,7 +57,7 @@ impl Default for ChatOptions {
     }
 }
 
-impl ChatOptions {
+impl ChatServerOptions {
     /// Every other combination of settings, those with the fewest changes first, each with the settings to
     /// change.
     pub(crate) fn alternatives(&self) -> Vec<(Self, String)> {

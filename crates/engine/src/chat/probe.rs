@@ -1,6 +1,8 @@
 //! The probe of a chat server: a conversation of two turns, as a run has them.
 
-use super::{COMPLETIONS, ChatClient, ChatOptions, PROBE_DEADLINE, REPLY_LIMIT, Wanted, read};
+use super::{
+    COMPLETIONS, ChatClient, ChatServerOptions, PROBE_DEADLINE, REPLY_LIMIT, Wanted, read,
+};
 use crate::capability::CapabilityFinding;
 use crate::error::EngineErrorKind;
 use crate::http::send;
@@ -60,9 +62,9 @@ impl ChatClient {
     async fn ask(
         &self,
         messages: &[ChatMessage],
-        options: &ChatOptions,
+        options: &ChatServerOptions,
     ) -> Result<AssistantMessage, EngineErrorKind> {
-        let ChatOptions { temperature, top_p, max_tokens, .. } = *options;
+        let ChatServerOptions { temperature, top_p, max_tokens, .. } = *options;
         let sampling = Sampling {
             temperature,
             top_p,
@@ -89,7 +91,7 @@ impl ChatClient {
                 return format!("set {settings}");
             }
         }
-        let smaller = ChatOptions { max_tokens: 16, ..self.options.clone() };
+        let smaller = ChatServerOptions { max_tokens: 16, ..self.options.clone() };
         if self.ask(messages, &smaller).await.is_ok() {
             return "lower rollout.max_response_tokens".to_owned();
         }

@@ -207,7 +207,7 @@ mod tests {
     }
 
     #[test]
-    fn half_a_character_costs_no_reply() {
+    fn a_lone_surrogate_costs_no_reply() {
         let body = br#"{"choices": [{"finish_reason": "stop", "message": {"content": "a\ud83d", "tool_calls":
             [{"id": "c", "function": {"name": "bash", "arguments": "{\"command\": \"\udce9\"}"}}]}}]}"#;
         let (_, message, _) = read(body, 1).unwrap();

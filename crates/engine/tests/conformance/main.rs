@@ -92,7 +92,7 @@ async fn real(kind: EngineKind, name: &str) {
         require_routed_experts: true,
         sync_timeout: START_TIMEOUT,
         served_model: None,
-        chat: orchestrate_engine::ChatOptions::default(),
+        chat: orchestrate_engine::ChatServerOptions::default(),
     };
     let prompts = made_up_prompts(&options.shape);
     let abort = abort_over_http(kind, &options);

@@ -115,7 +115,7 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
         require_routed_experts: true,
         sync_timeout: Duration::from_secs(10),
         served_model: None,
-        chat: orchestrate_engine::ChatOptions::default(),
+        chat: orchestrate_engine::ChatServerOptions::default(),
     };
     let abort = crate::abort_over_http(kind, &options);
     let engine = kind.client(options).unwrap();

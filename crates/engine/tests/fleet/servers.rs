@@ -109,7 +109,7 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
             require_routed_experts: true,
             sync_timeout: Duration::from_secs(10),
             served_model: None,
-            chat: orchestrate_engine::ChatOptions::default(),
+            chat: orchestrate_engine::ChatServerOptions::default(),
         };
         let engine = Arc::new(SglangClient::new(options).unwrap());
         FleetWorker { name: server.url(), engine, is_up: true }

@@ -2,7 +2,7 @@
 
 use crate::server::{Reply, options, request, serve};
 use orchestrate_engine::{
-    AssistantMessage, ChatClient, ChatMessage, ChatOptions, ClientOptions, Engine as _,
+    AssistantMessage, ChatClient, ChatMessage, ChatServerOptions, ClientOptions, Engine as _,
     EngineError, EngineErrorKind, EngineKind, Finish, GenerateRequest, MessagePrompt, MessageReply,
     Prompt, Thinking, TokenLimitField, Worker as _,
 };
@@ -186,7 +186,7 @@ async fn chat_requests_name_the_model_and_weights_cannot_be_updated() {
 type Refuses = fn(&Value) -> bool;
 
 /// A server that refuses requests with `refuses`, and calls the tool in its first turn, with thinking.
-async fn probed(chat: ChatOptions, refuses: Refuses) -> (Vec<String>, Vec<Value>) {
+async fn probed(chat: ChatServerOptions, refuses: Refuses) -> (Vec<String>, Vec<Value>) {
     let mut tasks = JoinSet::new();
     let (url, mut seen) = serve(&mut tasks, move |path, body| match path {
         "/v1/models" => models(None),
@@ -218,12 +218,12 @@ fn lacks_thinking(body: &Value) -> bool {
 
 #[tokio::test]
 async fn a_probe_sends_what_a_run_sends_and_a_second_turn() {
-    let chat = ChatOptions {
+    let chat = ChatServerOptions {
         temperature: 0.5,
         top_p: 0.75,
         max_tokens: 4096,
         send_thinking: true,
-        ..ChatOptions::default()
+        ..ChatServerOptions::default()
     };
     let (found, bodies) = probed(chat, |_| false).await;
     assert_eq!(found, Vec::<String>::new());
@@ -260,17 +260,17 @@ async fn a_probe_names_the_setting_with_which_a_server_accepts_the_requests() {
         ),
     ];
     for (refuses, remedy) in refusals {
-        let chat = ChatOptions { max_tokens: 1024, ..ChatOptions::default() };
+        let chat = ChatServerOptions { max_tokens: 1024, ..ChatServerOptions::default() };
         let (found, _) = probed(chat, refuses).await;
         assert!(found.len() == 1 && found[0].contains(remedy), "{remedy}: {found:?}");
     }
     // With the settings that it names, there is nothing to find.
-    let chat = ChatOptions {
+    let chat = ChatServerOptions {
         token_limit_field: TokenLimitField::MaxCompletionTokens,
         send_sampling: false,
         send_seed: false,
         send_thinking: true,
-        ..ChatOptions::default()
+        ..ChatServerOptions::default()
     };
     let refuses = |body: &Value| {
         ["max_tokens", "temperature", "top_p", "seed"].iter().any(|name| body.get(name).is_some())
@@ -295,7 +295,7 @@ async fn thinking_is_sent_back_in_its_own_fields_only_if_the_settings_say_so() {
     ] {
         let mut tasks = JoinSet::new();
         let (url, mut seen) = serve(&mut tasks, |_, _| completion("ok", "stop")).await;
-        let chat = ChatOptions { send_thinking, ..ChatOptions::default() };
+        let chat = ChatServerOptions { send_thinking, ..ChatServerOptions::default() };
         let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
         let messages = Arc::new(vec![turn.clone()]);
         let prompt = Prompt::Messages(MessagePrompt { messages, ..MessagePrompt::default() });

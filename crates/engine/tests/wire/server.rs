@@ -121,7 +121,7 @@ pub(crate) fn options(url: &str) -> ClientOptions {
         require_routed_experts: true,
         sync_timeout: Duration::from_secs(10),
         served_model: None,
-        chat: orchestrate_engine::ChatOptions::default(),
+        chat: orchestrate_engine::ChatServerOptions::default(),
     }
 }
 

@@ -11,7 +11,7 @@ mod tables;
 #[cfg(test)]
 mod tests;
 
-use crate::problem::Problem;
+use crate::problem::{Kind, Problem};
 use orchestrate_types::mended_json;
 use serde::Deserialize as _;
 use serde::de::{DeserializeSeed, Deserializer, IgnoredAny, MapAccess, SeqAccess, Visitor};
@@ -37,7 +37,7 @@ pub(crate) enum Treatment {
     Overridden(&'static str),
     /// These values are honoured; others are overridden: why.
     Partly(&'static [&'static str], &'static str),
-    /// A value that says something is refused: why. Null, false, zero and empty values say nothing.
+    /// A value other than null, false, zero and empty ones is refused: why.
     Refused(&'static str),
     /// Values other than these are refused: why.
     Only(&'static [&'static str], &'static str),
@@ -94,14 +94,18 @@ impl Overridden {
 pub(crate) fn check(body: &[u8], table: &Table) -> Result<Overridden, Problem> {
     let mut found = Found::default();
     let walk = Walk { node: Some(table.tree()), inherited: UNKNOWN, found: &mut found };
-    // As the body was parsed: the walk would end silently at text that is not Unicode.
+    // As where the body is parsed; otherwise the walk would end at text that is not Unicode.
     let body = mended_json(body);
-    // A body that is not valid JSON has been refused before.
-    let _ = walk.deserialize(&mut serde_json::Deserializer::from_slice(&body));
-    match found.refused {
-        Some(problem) => Err(problem),
-        None => Ok(found.overridden),
+    let walked = walk.deserialize(&mut serde_json::Deserializer::from_slice(&body));
+    if let Some(problem) = found.refused {
+        return Err(problem);
     }
+    // Parsing skips what it does not read: numbers that are too large and lists that are too deep are met
+    // here first. What follows them has not been looked at.
+    walked.map_err(|error| {
+        Problem::new(Kind::Invalid, format!("a field that is not read: {error}"))
+    })?;
+    Ok(found.overridden)
 }
 
 /// Of fields that no table has.
@@ -141,11 +145,8 @@ impl Found {
         };
         let why = match treatment {
             Treatment::Honoured => return,
-            Treatment::Overridden(_) | Treatment::Partly(..) | Treatment::Refused(_)
-                if !says(value) =>
-            {
-                return;
-            }
+            Treatment::Overridden(_) | Treatment::Partly(..) if is_unset(value) => return,
+            Treatment::Refused(_) if is_off(value) => return,
             Treatment::Partly(values, _) | Treatment::Only(values, _) if is_one_of(values) => {
                 return;
             }
@@ -167,16 +168,20 @@ impl Found {
     }
 }
 
-/// Whether a value says something: not null, false, empty or zero.
-pub(crate) fn says(value: &Value) -> bool {
+/// Whether a value is as good as none: null or empty.
+fn is_unset(value: &Value) -> bool {
     match value {
-        Value::Null | Value::Bool(false) => false,
-        Value::Object(map) => !map.is_empty(),
-        Value::Array(list) => !list.is_empty(),
-        Value::String(text) => !text.is_empty(),
-        Value::Number(number) => number.as_f64() != Some(0.0),
-        Value::Bool(true) => true,
+        Value::Null => true,
+        Value::Object(map) => map.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        Value::String(text) => text.is_empty(),
+        Value::Bool(_) | Value::Number(_) => false,
     }
+}
+
+/// Whether a value asks for nothing: unset, false or zero.
+fn is_off(value: &Value) -> bool {
+    is_unset(value) || *value == Value::Bool(false) || value.as_f64() == Some(0.0)
 }
 
 /// A table as a tree: the fields inside of a field, by name; `[]` stands for the items of a list.
@@ -188,7 +193,7 @@ struct Node {
 
 /// Whether a format asks for anything but text.
 fn structured(format: &Value) -> bool {
-    says(format) && format.get("type").is_none_or(|kind| kind != "text")
+    !is_off(format) && format.get("type").is_none_or(|kind| kind != "text")
 }
 
 impl Table {
@@ -243,9 +248,8 @@ impl Walk<'_> {
 
     /// A single value in place of fields or items.
     fn single(self, value: &Value) {
-        if let Some(treatment) = self.node.and_then(|node| node.treatment) {
-            self.found.apply(treatment, value);
-        }
+        let treatment = self.node.and_then(|node| node.treatment).unwrap_or(self.inherited);
+        self.found.apply(treatment, value);
     }
 }
 
@@ -267,6 +271,16 @@ impl<'de> DeserializeSeed<'de> for Walk<'_> {
         }
         Ok(())
     }
+}
+
+/// Methods of a visitor that give a value of their type to [`Walk::single`].
+macro_rules! scalars {
+    ($($method:ident: $kind:ty),+) => {
+        $(fn $method<E>(self, value: $kind) -> Result<(), E> {
+            self.single(&Value::from(value));
+            Ok(())
+        })+
+    };
 }
 
 impl<'de> Visitor<'de> for Walk<'_> {
@@ -297,30 +311,7 @@ impl<'de> Visitor<'de> for Walk<'_> {
         Ok(())
     }
 
-    fn visit_str<E>(self, text: &str) -> Result<(), E> {
-        self.single(&Value::from(text));
-        Ok(())
-    }
-
-    fn visit_bool<E>(self, value: bool) -> Result<(), E> {
-        self.single(&Value::from(value));
-        Ok(())
-    }
-
-    fn visit_i64<E>(self, value: i64) -> Result<(), E> {
-        self.single(&Value::from(value));
-        Ok(())
-    }
-
-    fn visit_u64<E>(self, value: u64) -> Result<(), E> {
-        self.single(&Value::from(value));
-        Ok(())
-    }
-
-    fn visit_f64<E>(self, value: f64) -> Result<(), E> {
-        self.single(&Value::from(value));
-        Ok(())
-    }
+    scalars! { visit_str: &str, visit_bool: bool, visit_i64: i64, visit_u64: u64, visit_f64: f64 }
 
     fn visit_unit<E>(self) -> Result<(), E> {
         Ok(())

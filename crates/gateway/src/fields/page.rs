@@ -10,8 +10,8 @@ const INTRODUCTION: &str = "# Fields of requests
      ORCHESTRATE_REGENERATE=1 cargo nextest run -p orchestrate-gateway -->
 
 What the gateway does with each field of a request, by dialect. A field is *honoured*, *overridden* (it is accepted,
-and something else decides) or *refused* with status 400, the field's name and the reason. Values that say nothing
-(null, false, zero, empty) are never overridden or refused.
+and something else decides) or *refused* with status 400, the field's name and the reason. A null or empty value is as
+good as none; false and zero are never refused.
 
 ";
 

@@ -201,11 +201,14 @@ fn every_field_of_every_table_is_treated_as_the_table_says() {
                     }
                 }
             }
-            assert_eq!(alone(Value::Null), unlisted, "{at}: null says nothing");
+            assert_eq!(alone(Value::Null), unlisted, "{at}: null is unset");
         }
         let field = "a_field_of_tomorrow";
         assert_eq!(treated(&table, field, json!(1)), Ok(vec![field.to_owned()]));
-        assert_eq!(treated(&table, field, json!(false)), Ok(Vec::new()));
+        for value in [json!(false), json!(0)] {
+            assert_eq!(treated(&table, field, value), Ok(vec![field.to_owned()]));
+        }
+        assert_eq!(treated(&table, field, json!([])), Ok(Vec::new()));
     }
 }
 
@@ -245,7 +248,7 @@ fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
         "chat_template_kwargs": {"enable_thinking": false}, "temperature": 0.5, "seed": 0,
     });
     let found = check(body.to_string().as_bytes(), &CHAT).unwrap();
-    let expected = "messages[].n?me??, messages[].weight, temperature";
+    let expected = "messages[].n?me??, messages[].weight, seed, temperature";
     assert_eq!(found.header().as_deref(), Some(expected));
     assert_eq!(check(b"{}", &CHAT).unwrap().header(), None);
     let many: serde_json::Map<_, _> = (0..200).map(|n| (format!("f{n}"), json!(1))).collect();
@@ -254,6 +257,28 @@ fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
     let other = json!({"chat_template_kwargs": {"enable_thinking": false, "tone": "kind"}});
     let problem = check(other.to_string().as_bytes(), &CHAT).unwrap_err();
     assert_eq!(problem.field.as_deref(), Some("chat_template_kwargs.tone"));
+}
+
+#[test]
+fn false_and_zero_are_wishes_like_others() {
+    let listed = |body: Value| check(body.to_string().as_bytes(), &CHAT).unwrap().header();
+    let cold = json!({"temperature": 0, "seed": 0, "parallel_tool_calls": false});
+    assert_eq!(listed(cold).as_deref(), Some("parallel_tool_calls, seed, temperature"));
+    assert_eq!(listed(json!({"store": false, "presence_penalty": 0, "logit_bias": {}})), None);
+    assert_eq!(listed(json!({"stream_options": 5})).as_deref(), Some("stream_options"));
+}
+
+#[test]
+fn nothing_hides_a_later_field() {
+    let deep = format!("{}{}", "[".repeat(200), "]".repeat(200));
+    for first in ["1e999", deep.as_str(), "\"\\ud83d\""] {
+        let body = format!(r#"{{"user": {first}, "response_format": {{"type": "json_object"}}}}"#);
+        let problem = check(body.as_bytes(), &CHAT).unwrap_err();
+        assert_eq!(problem.kind, Kind::Invalid, "{first}");
+        if first.starts_with('"') {
+            assert!(problem.message.contains("response_format"), "{}", problem.message);
+        }
+    }
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and the
 //! offers to external workers for `rollout.scaffold = "outside"`.
 
+use super::SCRIPT_START;
 use super::egress::is_address;
 use super::limits::STRING_BYTES;
 use camino::Utf8PathBuf;
@@ -82,7 +83,9 @@ fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Pro
     let fits = |text: &str| text.len() <= STRING_BYTES;
     let remedy = "must have at most 128 KiB, the most that Linux passes to a process";
     let command = settings.command.as_deref().unwrap_or_default();
-    problems.require(fits(command), "command", format!("{} bytes", command.len()), remedy);
+    let with_start = command.len() + SCRIPT_START.len();
+    let found = format!("{} bytes", command.len());
+    problems.require(with_start <= STRING_BYTES, "command", found, remedy);
     for variable in &settings.env {
         let name = variable.split_once('=').map(|(name, _)| name);
         problems.require(fits(variable), "env", name.unwrap_or_default().to_owned(), remedy);
@@ -143,6 +146,11 @@ mod tests {
         let long = "x".repeat(STRING_BYTES + 1);
         let wrong =
             AgentSection { env: Some(vec![format!("A={long}")]), command: Some(long), ..wrong };
+        let most = STRING_BYTES - SCRIPT_START.len();
+        let longest = AgentSection { command: Some("x".repeat(most)), ..AgentSection::default() };
+        assert!(longest.check().is_ok());
+        let longer = AgentSection { command: Some("x".repeat(most + 1)), ..longest };
+        assert_eq!(longer.check().unwrap_err().len(), 1);
         let problems = wrong.check().unwrap_err();
         let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
         assert_eq!(keys, ["agent.command", "agent.env"]);

@@ -15,7 +15,7 @@ mod sampler;
 mod histories;
 
 use crate::attempt::Attempt;
-use crate::conversation::{Conversation, EndOnDrop};
+use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::{failed, sandbox_failed};
 pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
@@ -35,6 +35,9 @@ pub const AGENT_FOLDER: &str = "/opt/agent";
 
 /// Connections that wait to be served.
 const BACKLOG: usize = 64;
+
+/// What the command's script begins with.
+const SCRIPT_START: &str = "mkdir -p \"$HOME\"\n";
 
 /// Bytes kept of each end of the agent's output.
 const OUTPUT_BYTES: usize = 64 * 1024;
@@ -99,9 +102,15 @@ impl Attempt {
                 EpisodeEvent::StopRequested
             }
             (Err(error), None) => sandbox_failed(Stage::Exec, error),
-            // Nothing was sampled, so nothing that the policy did can be the reason.
-            (Ok(result), None) if finished.branches.is_empty() && !result.success() => {
-                failed(Stage::Setup, never_asked(&result, finished.refusal.as_deref()))
+            // Nothing was sampled, so nothing that the policy did can be the reason. Many agents exit
+            // with 0 after a request that was refused, or that left no room for a reply.
+            (Ok(result), None)
+                if finished.branches.is_empty()
+                    && (!result.success()
+                        || finished.refusal.is_some()
+                        || finished.limit == Some(Limit::SequenceTokens)) =>
+            {
+                failed(Stage::Setup, never_asked(&result, &finished))
             }
             (Ok(result), None) => {
                 if let Some(refusal) = &finished.refusal {
@@ -158,7 +167,7 @@ impl Attempt {
         });
         let own = settings.env.iter().filter_map(|variable| variable.split_once('='));
         let own = own.map(|(name, value)| (name.to_owned(), value.to_owned()));
-        let script = format!("mkdir -p \"$HOME\"\n{script}");
+        let script = format!("{SCRIPT_START}{script}");
         Command {
             argv: vec!["/bin/sh".to_owned(), "-c".to_owned(), script],
             env: task
@@ -181,11 +190,18 @@ fn body_limit(limits: EpisodeLimits) -> usize {
 }
 
 /// Why an attempt without a single generation is broken.
-fn never_asked(result: &ExecResult, refusal: Option<&str>) -> String {
+fn never_asked(result: &ExecResult, finished: &FinishedConversation) -> String {
     let output = result.text();
     let tail: String =
         output.trim().chars().rev().take(500).collect::<Vec<_>>().into_iter().rev().collect();
-    let refusal = refusal.map(|why| format!("; its last request was refused: {why}"));
-    let refusal = refusal.unwrap_or_default();
-    format!("the agent sampled nothing and ended with {:?}{refusal}: {tail}", result.exit)
+    let why = match &finished.refusal {
+        Some(refusal) => format!("; its last request was refused: {refusal}"),
+        None if finished.limit == Some(Limit::SequenceTokens) => {
+            "; its prompt leaves no room for a reply: shorten it, or raise \
+             rollout.max_sequence_tokens"
+                .to_owned()
+        }
+        None => String::new(),
+    };
+    format!("the agent sampled nothing and ended with {:?}{why}: {tail}", result.exit)
 }

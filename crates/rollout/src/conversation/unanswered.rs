@@ -6,7 +6,7 @@ use orchestrate_types::Limit;
 /// A request that was answered with an error.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct Unanswered {
-    /// What happened, and whose doing it is.
+    /// What happened, and who caused it.
     pub(crate) code: ErrorCode,
     /// The same, for a person.
     pub(crate) message: String,
@@ -15,6 +15,7 @@ pub(crate) struct Unanswered {
 impl Unanswered {
     /// The limit that the code stands for. That of an episode which has ended is known already.
     pub(crate) fn limit(&self) -> Option<Limit> {
-        (self.code == ErrorCode::ContextFull).then_some(Limit::SequenceTokens)
+        let is_full = matches!(self.code, ErrorCode::ContextFull | ErrorCode::RequestTooLarge);
+        is_full.then_some(Limit::SequenceTokens)
     }
 }

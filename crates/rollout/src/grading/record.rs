@@ -68,7 +68,7 @@ impl GradingInputs {
             [("the patch", &self.patch, &now.patch), ("the task's row", &self.task, &now.task)]
         {
             if then != now {
-                found.push(format!("{what} is another one"));
+                found.push(format!("{what} has changed"));
             }
         }
         for (what, then, now) in [
@@ -119,10 +119,10 @@ pub fn known_verdict(folder: &Utf8Path, inputs: &GradingInputs) -> KnownVerdict 
         Err(error) => return other(&error.to_string()),
     };
     let Ok(record) = fs::read(folder.join(RECORD_FILE)) else {
-        return other("what it was made of is not recorded");
+        return other("its inputs are not recorded");
     };
     let Ok(record) = serde_json::from_slice::<VerdictRecord>(&record) else {
-        return other("what it was made of cannot be read");
+        return other("the record of its inputs cannot be read");
     };
     let differences = record.inputs.differences(inputs);
     if !differences.is_empty() {
@@ -277,11 +277,11 @@ mod tests {
         let (v4, strict) = (Harness::V4_1_0, RewardCompat::Strict);
         let roomy = SandboxLimits { memory: ByteSize::mib(8192), ..LIMITS };
         for (task, patch, harness, compat, limits, reason) in [
-            (&same, "2", v4, strict, LIMITS, "the patch is another one"),
-            (&same, "1\n", v4, strict, LIMITS, "the patch is another one"),
-            (&tests, "1", v4, strict, LIMITS, "the task's row is another one"),
-            (&image, "1", v4, strict, LIMITS, "the task's row is another one"),
-            (&slow, "1", v4, strict, LIMITS, "the task's row is another one"),
+            (&same, "2", v4, strict, LIMITS, "the patch has changed"),
+            (&same, "1\n", v4, strict, LIMITS, "the patch has changed"),
+            (&tests, "1", v4, strict, LIMITS, "the task's row has changed"),
+            (&image, "1", v4, strict, LIMITS, "the task's row has changed"),
+            (&slow, "1", v4, strict, LIMITS, "the task's row has changed"),
             (
                 &same,
                 "1",

@@ -29,13 +29,18 @@ const FENCES: [&str; 2] = ["```mswea_bash_command", "```bash"];
 const FENCE_AFTER: &str = "another line that begins with ``` follows the bash block, so it is not certain \
                            where the command ends";
 
+/// Why no block is performed if one does not end: what looks like a later block may be a part of its command.
+const NO_END: &str = "a bash block does not end with a line that is ```";
+
 /// Begins and ends a block, each on a line of its own.
 const FENCE: &str = "```";
 
 /// The only command of a turn.
 pub(super) fn parse(text: &str) -> Result<(Action, Call), Mistake> {
     let found = FENCES.iter().map(|fence| blocks(text, fence)).find(|found| !found.is_empty());
-    match found.unwrap_or_default().as_slice() {
+    let found: Option<Vec<_>> = found.unwrap_or_default().into_iter().collect();
+    let Some(found) = found else { return Err(Mistake::unread(format_error(NO_END))) };
+    match found.as_slice() {
         // A fence that follows may be the end of the block, and the one before a part of the command.
         [(_, after)] if after.lines().any(|line| line.starts_with(FENCE)) => {
             Err(Mistake::unread(format_error(FENCE_AFTER)))
@@ -55,10 +60,10 @@ fn found_blocks(number: usize) -> String {
     format!("found {number} bash blocks, expected exactly 1")
 }
 
-/// The non-blank blocks that `fence` opens, each with what follows it; none if one of them does not end.
+/// The non-blank blocks that `fence` opens, each with what follows it; the last one is `None` if it does not end.
 /// The fence must end its line. Blocks with another fence that names a language are a part of the block, as
 /// in a command that writes a Markdown file.
-fn blocks<'a>(text: &'a str, fence: &str) -> Vec<(&'a str, &'a str)> {
+fn blocks<'a>(text: &'a str, fence: &str) -> Vec<Option<(&'a str, &'a str)>> {
     let mut found = Vec::new();
     let mut rest = text;
     while let Some((_, after)) = rest.split_once(fence) {
@@ -67,12 +72,12 @@ fn blocks<'a>(text: &'a str, fence: &str) -> Vec<(&'a str, &'a str)> {
         let line_end = after.get(..blank).and_then(|blank| blank.rfind('\n'));
         let Some(body) = line_end.and_then(|end| after.get(end + 1..)) else { continue };
         let Some((block, after)) = block(body) else {
-            // It may go on after a fence that looks like the beginning of another block.
-            return Vec::new();
+            found.push(None);
+            return found;
         };
         rest = after;
         if !block.trim().is_empty() {
-            found.push((block.trim(), after));
+            found.push(Some((block.trim(), after)));
         }
     }
     found
@@ -184,12 +189,10 @@ mod tests {
         for (text, found) in [
             ("ls", 0),
             ("", 0),
-            ("```bash\nls", 0),
             ("```bash ls\n```", 0),
             ("```bash\n\n```", 0),
             ("```\nls\n```", 0),
             ("```bash\na\n```\n```bash\nb\n```", 2),
-            ("```bash\ncat > a.md <<'E'\n```python\nE\n```\n", 0),
         ] {
             let error = command(text).unwrap_err();
             assert!(error.contains(&format!("found {found} bash blocks")), "{text}: {error}");
@@ -203,6 +206,9 @@ mod tests {
             "```bash\ncat > a.md <<'E'\n```\nE\n```",
             "```bash\nls\n```\nIt prints:\n```\na\n```",
             "```bash\ncat > a.md <<'E'\n```python\nE\n```",
+            "```bash\nls",
+            "```mswea_bash_command\ncat > README.md <<'E'\n```bash\nrm -rf build\n```\nE\n",
+            "```bash\nls\n```\n```bash\npwd",
         ] {
             let mistake = parse(text).unwrap_err();
             assert!(mistake.is_unread, "{text}: {mistake}");

@@ -34,8 +34,8 @@ struct EditArguments {
 #[serde(deny_unknown_fields)]
 struct SubmitArguments {}
 
-/// Observation of a call that a chat server separated from a text whose calls cannot be read.
-const NOT_PERFORMED: &str = "not performed: a tool call in the text of this turn cannot be read";
+/// Observation of a call in a turn with another call that cannot be read: all are performed, or none.
+const NOT_PERFORMED: &str = "not performed: another tool call of this turn cannot be read";
 
 /// The text of a call as a policy writes it and [`parse`] reads it in [`ToolFormat::Json`].
 /// `arguments` may be invalid JSON.
@@ -57,21 +57,26 @@ pub(super) fn parse(
 ) -> Vec<Result<(Action, Call), Mistake>> {
     static SCHEMAS: LazyLock<Vec<Value>> = LazyLock::new(schemas);
     let all = (!server_tools.is_empty()).then(|| [&SCHEMAS[..], server_tools].concat());
-    let mut calls: Vec<_> = match format.read(text, all.as_ref().unwrap_or(&SCHEMAS)) {
-        Ok(read) => read.calls.into_iter().map(|action| checked(action, server_tools)).collect(),
-        Err(unread) => {
-            let mistake = |text: &str| Err(Mistake::unread(text.to_owned()));
-            let others = separate.iter().map(|_| mistake(NOT_PERFORMED));
-            return std::iter::once(mistake(&unread.to_string())).chain(others).collect();
-        }
-    };
-    calls.extend(separate.iter().map(|ToolCall { function, .. }| {
+    let in_text = format.read(text, all.as_ref().unwrap_or(&SCHEMAS)).map(|read| read.calls);
+    let apart = separate.iter().map(|ToolCall { function, .. }| {
         let name = function.name.clone();
         match read_arguments(&function.arguments) {
-            Ok(arguments) => checked(Action { name, arguments }, server_tools),
-            Err(problem) => Err(Mistake::new(format!("{name} call is not valid: {problem}"))),
+            Ok(arguments) => Ok(Action { name, arguments }),
+            Err(problem) => Err(format!("{name} call is not valid: {problem}")),
         }
-    }));
+    });
+    let apart: Vec<_> = apart.collect();
+    if in_text.is_err() || apart.iter().any(Result::is_err) {
+        let not_performed = || NOT_PERFORMED.to_owned();
+        let of_text = match in_text {
+            Ok(calls) => calls.iter().map(|_| not_performed()).collect(),
+            Err(unread) => vec![unread.to_string()],
+        };
+        let of_others = apart.into_iter().map(|call| call.err().unwrap_or_else(not_performed));
+        return of_text.into_iter().chain(of_others).map(|why| Err(Mistake::unread(why))).collect();
+    }
+    let all = in_text.into_iter().flatten().chain(apart.into_iter().flatten());
+    let mut calls: Vec<_> = all.map(|action| checked(action, server_tools)).collect();
     if calls.is_empty() {
         let names = names(server_tools);
         calls

@@ -16,23 +16,10 @@ pub(crate) struct ShownExtras {
 }
 
 impl ChatTemplate {
-    /// Whether the template reads the thinking of a message apart from its text.
-    pub(crate) fn reads_reasoning(&self) -> bool {
-        let names = [
-            "reasoning_content",
-            ".thinking",
-            "'thinking'",
-            "\"thinking\"",
-            "'reasoning'",
-            ".reasoning",
-        ];
-        names.iter().any(|name| self.source.contains(name))
-    }
-
     /// Which parts of messages the template shows: found out by changing them in a conversation.
     pub(crate) fn shown_extras(&self) -> ShownExtras {
+        let call = || Action { name: "probe".to_owned(), arguments: serde_json::json!({}) };
         let shown = |id: &str, user: &str, tool: &str| {
-            let call = Action { name: "probe".to_owned(), arguments: serde_json::json!({}) };
             let named = |name: &str| MessageExtra {
                 name: Some(name.to_owned()),
                 ..MessageExtra::default()
@@ -42,11 +29,23 @@ impl ChatTemplate {
             let result = MessageExtra { tool_call_id: Some(id.to_owned()), ..named(tool) };
             let conversation = [
                 Message { extra: named(user), ..message("user", "x") },
-                Message { tool_calls: vec![call], extra: reply, ..message("assistant", "") },
+                Message { tool_calls: vec![call()], extra: reply, ..message("assistant", "") },
                 Message { extra: result, ..message("tool", "x") },
             ];
             let input = TemplateInput::new(&[], None);
             self.render_input(&conversation, &input, true).ok()
+        };
+        // Many templates show the thinking of the last turns, and some only next to calls.
+        let thinking = |text: &str, calls: Vec<Action>| {
+            let extra =
+                MessageExtra { reasoning: Some(text.to_owned()), ..MessageExtra::default() };
+            let turn = Message { tool_calls: calls, extra, ..message("assistant", "y") };
+            let conversation = [message("user", "x"), turn, message("tool", "x")];
+            self.render_input(&conversation, &TemplateInput::new(&[], None), true).ok()
+        };
+        let shows_thinking = |calls: Vec<Action>| {
+            let first = thinking("probe0001", calls.clone());
+            first.is_some() && first != thinking("probe0002", calls)
         };
         let plain = shown("probe0001", "ann", "probe");
         let changes = |other: Option<String>| plain.is_some() && plain != other;
@@ -54,7 +53,7 @@ impl ChatTemplate {
             ids: changes(shown("probe0002", "ann", "probe")),
             names: changes(shown("probe0001", "bob", "probe"))
                 || changes(shown("probe0001", "ann", "other")),
-            reasoning: self.reads_reasoning(),
+            reasoning: shows_thinking(Vec::new()) || shows_thinking(vec![call()]),
         }
     }
 }
@@ -76,6 +75,11 @@ mod tests {
         assert_eq!(with("{{ m.name }}"), names);
         assert_eq!(with("{{ m.name if m.role == 'tool' }}"), names);
         let reasoning = ShownExtras { reasoning: true, ..ShownExtras::default() };
-        assert_eq!(with("{{ m.reasoning_content }}"), reasoning);
+        for name in ["reasoning_content", "thinking", "reasoning"] {
+            assert_eq!(with(&format!("{{{{ m.{name} }}}}")), reasoning, "{name}");
+        }
+        let with_calls = "{{ m.reasoning_content if m.tool_calls }}";
+        assert_eq!(with(with_calls), reasoning);
+        assert_eq!(with("{# m.reasoning #}{{ m.reasoning_details }}"), ShownExtras::default());
     }
 }

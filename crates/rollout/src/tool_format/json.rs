@@ -121,7 +121,8 @@ impl<'de> Deserialize<'de> for Unique {
     }
 }
 
-/// Reads a JSON text whose value is exactly what was written: no repeated keys, no rounded numbers.
+/// Reads a JSON text whose value is exactly what was written: no repeated keys, no rounded whole
+/// numbers.
 pub(super) fn exact(text: &str) -> Result<Value, String> {
     let Unique(value) = serde_json::from_str(text).map_err(|error| error.to_string())?;
     match inexact_integer(text) {

@@ -2,9 +2,15 @@
 
 use super::json;
 use serde_json::Value;
+use std::cell::Cell;
+use std::collections::HashSet;
 
 /// Depth to which references and alternatives are followed; a schema may refer to itself.
 const MAX_DEPTH: usize = 16;
+
+/// Number of schemas that are looked at for one parameter: references that branch would be too many to
+/// follow. A schema beyond that restricts nothing.
+const MAX_SCHEMAS: usize = 1000;
 
 /// The keywords that combine schemas by "or".
 const ALTERNATIVES: [&str; 2] = ["anyOf", "oneOf"];
@@ -12,6 +18,25 @@ const ALTERNATIVES: [&str; 2] = ["anyOf", "oneOf"];
 /// The schema of a tool's parameters.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Parameters<'a>(&'a Value);
+
+/// Where a schema is looked at: how many references and alternatives lead to it, and how many more schemas may be.
+#[derive(Clone, Copy)]
+struct Reach<'a> {
+    depth: usize,
+    left: &'a Cell<usize>,
+}
+
+impl<'a> Reach<'a> {
+    fn of(left: &'a Cell<usize>) -> Self {
+        Self { depth: 0, left }
+    }
+
+    /// The reach of the schemas inside of one; `None` if they are too deep or too many.
+    fn inner(self) -> Option<Self> {
+        self.left.set(self.left.get().checked_sub(1)?);
+        (self.depth < MAX_DEPTH).then_some(Self { depth: self.depth + 1, ..self })
+    }
+}
 
 /// What a schema says about a parameter.
 #[derive(Debug, PartialEq)]
@@ -68,20 +93,20 @@ impl<'a> Parameters<'a> {
     /// A schema with everything that it is combined of.
     fn parts(self, schema: &'a Value) -> Vec<&'a Value> {
         let (mut parts, mut level) = (Vec::new(), vec![schema]);
+        let mut seen = HashSet::from([std::ptr::from_ref(schema)]);
         for _ in 0..MAX_DEPTH {
             let lists = |schema: &'a Value| {
                 let keys = ALTERNATIVES.into_iter().chain(["allOf"]);
                 keys.filter_map(|key| schema.get(key)?.as_array()).flatten()
             };
-            let next: Vec<_> = level
-                .iter()
-                .flat_map(|schema| lists(schema).chain(self.referred(schema)))
-                .collect();
+            let next = level.iter().flat_map(|schema| lists(schema).chain(self.referred(schema)));
+            let next: Vec<_> = next.collect();
             parts.append(&mut level);
-            // A schema may refer to itself.
+            // A schema may refer to itself, and to another one more than once.
             level = next
                 .into_iter()
-                .filter(|new| !parts.iter().any(|old| std::ptr::eq(*old, *new)))
+                .filter(|new| seen.insert(std::ptr::from_ref(*new)))
+                .take(MAX_SCHEMAS.saturating_sub(parts.len()))
                 .collect();
         }
         parts
@@ -95,7 +120,8 @@ impl<'a> Parameters<'a> {
 
     /// Reads the text of a value that `declared` describes.
     pub(super) fn value(self, text: &str, declared: &[&'a Value]) -> Value {
-        let kinds = union(declared.iter().map(|schema| self.kinds(schema, 0)));
+        let left = Cell::new(MAX_SCHEMAS);
+        let kinds = union(declared.iter().map(|schema| self.kinds(schema, Reach::of(&left))));
         let kinds = kinds.filter(|kinds| *kinds != Kinds::NONE);
         let may_be = |kind| kinds.is_some_and(|kinds| kinds.has(kind));
         // Python's spelling, which some templates write.
@@ -105,9 +131,10 @@ impl<'a> Parameters<'a> {
             "None" if may_be(Kinds::NULL) && !may_be(Kinds::STRING) => Some(Value::Null),
             text => json::exact(text).ok(),
         };
+        let left = Cell::new(MAX_SCHEMAS);
         let literals: Option<Vec<&Value>> = declared
             .iter()
-            .map(|schema| self.literals(schema, 0))
+            .map(|schema| self.literals(schema, Reach::of(&left)))
             .collect::<Option<Vec<_>>>()
             .map(|lists| lists.concat());
         if let Some(literals) = literals {
@@ -128,10 +155,8 @@ impl<'a> Parameters<'a> {
     }
 
     /// The types that a schema allows; `None` if it does not restrict them.
-    fn kinds(self, schema: &'a Value, depth: usize) -> Option<Kinds> {
-        if depth > MAX_DEPTH {
-            return None;
-        }
+    fn kinds(self, schema: &'a Value, reach: Reach<'_>) -> Option<Kinds> {
+        let reach = reach.inner()?;
         let list = |key: &str| schema.get(key).and_then(Value::as_array);
         let of_type = match schema.get("type") {
             Some(Value::Array(names)) => union(names.iter().map(Kinds::named)),
@@ -143,9 +168,8 @@ impl<'a> Parameters<'a> {
         let mut all = vec![of_type, of_enum, schema.get("const").map(Kinds::of)];
         for key in ALTERNATIVES {
             all.push(
-                list(key).and_then(|list| {
-                    union(list.iter().map(|schema| self.kinds(schema, depth + 1)))
-                }),
+                list(key)
+                    .and_then(|list| union(list.iter().map(|schema| self.kinds(schema, reach)))),
             );
         }
         all.extend(
@@ -153,7 +177,7 @@ impl<'a> Parameters<'a> {
                 .into_iter()
                 .flatten()
                 .chain(self.referred(schema))
-                .map(|schema| self.kinds(schema, depth + 1)),
+                .map(|schema| self.kinds(schema, reach)),
         );
         let kinds = all.into_iter().flatten().reduce(Kinds::and)?;
         let is_nullable = schema.get("nullable") == Some(&Value::Bool(true));
@@ -161,10 +185,8 @@ impl<'a> Parameters<'a> {
     }
 
     /// All values that a schema allows, if it lists them.
-    fn literals(self, schema: &'a Value, depth: usize) -> Option<Vec<&'a Value>> {
-        if depth > MAX_DEPTH {
-            return None;
-        }
+    fn literals(self, schema: &'a Value, reach: Reach<'_>) -> Option<Vec<&'a Value>> {
+        let reach = reach.inner()?;
         let list = |key: &str| schema.get(key).and_then(Value::as_array);
         if let Some(value) = schema.get("const") {
             return Some(vec![value]);
@@ -176,14 +198,13 @@ impl<'a> Parameters<'a> {
             return Some(vec![&Value::Null]);
         }
         for key in ALTERNATIVES {
-            let all =
-                list(key).map(|list| list.iter().map(|schema| self.literals(schema, depth + 1)));
+            let all = list(key).map(|list| list.iter().map(|schema| self.literals(schema, reach)));
             if let Some(Some(all)) = all.map(Iterator::collect::<Option<Vec<_>>>) {
                 return Some(all.concat());
             }
         }
         let mut parts = list("allOf").into_iter().flatten().chain(self.referred(schema));
-        parts.find_map(|schema| self.literals(schema, depth + 1))
+        parts.find_map(|schema| self.literals(schema, reach))
     }
 }
 
@@ -257,6 +278,7 @@ mod tests {
                 "Count": {"$ref": "#/$defs/Whole"},
                 "Whole": {"type": "integer"},
                 "Loop": {"$ref": "#/$defs/Loop"},
+                "Tree": {"anyOf": vec![json!({"$ref": "#/$defs/Tree"}); 10]},
             },
         });
         let tools = [json!({"function": {"name": "f", "parameters": parameters}})];
@@ -283,6 +305,17 @@ mod tests {
         ] {
             assert_eq!(typed(&json!({"type": kind}), value), expected, "{kind} {value}");
         }
+    }
+
+    #[test]
+    fn a_schema_that_refers_to_itself_many_times_is_followed_only_so_far() {
+        let tree = json!({"$ref": "#/$defs/Tree"});
+        assert_eq!(typed(&tree, "12"), json!(12));
+        let properties: Vec<Value> = (0..10).map(|_| tree.clone()).collect();
+        let tools = [json!({"function": {"name": "f", "parameters": {
+            "allOf": properties, "$defs": {"Tree": {"allOf": vec![tree; 10]}}}}})];
+        let parameters = Parameters::of(&tools, "f").unwrap();
+        assert_eq!(parameters.parameter("key"), Parameter::Free);
     }
 
     #[test]

@@ -1,4 +1,4 @@
-//! External workers: whose doing the end of an episode is, by how its last request was answered.
+//! External workers: who caused the end of an episode, by how its last request was answered.
 
 use crate::world::*;
 use orchestrate_engine::Finish;

@@ -89,7 +89,7 @@ pub(super) fn with_rows(files: &[String]) -> Vec<&str> {
     rows
 }
 
-/// Files that cannot be chosen without a word of the user.
+/// Files between which the user must choose.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(super) struct Ambiguous {
     /// What there are several of: `splits` or `configurations`.

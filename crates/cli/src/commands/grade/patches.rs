@@ -13,7 +13,7 @@ use orchestrate_rollout::{
     GradeError, GradeLogs, GradingInputs, GradingRules, KnownVerdict, known_verdict,
     record_verdict, remove_verdict, replace_file, write_log_folder,
 };
-use orchestrate_sandbox::{ImageIdentity, SandboxError, SandboxErrorKind};
+use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_tasks::predictions::{self, Prediction};
 use orchestrate_tasks::{Origin, Task, printable};
 use orchestrate_types::ModelName;
@@ -220,31 +220,22 @@ impl Grading<'_> {
         let reason = match known_verdict(folder, inputs) {
             KnownVerdict::None => return Ok(None),
             KnownVerdict::Other(reason) => reason,
-            KnownVerdict::Same { report, image } => match self.is_current(task, image).await {
-                Err(error) => image_reason(&error),
-                Ok(()) => match outcome_of(task, &report) {
-                    Some(outcome) => return Ok(Some(Graded::in_folder(outcome, folder)?)),
-                    None => "its report.json names no outcome".to_owned(),
-                },
-            },
+            KnownVerdict::Same { image: None, .. } => "its image is not recorded".to_owned(),
+            KnownVerdict::Same { report, image: Some(image) } => {
+                match self.grader.check_image(task, image).await {
+                    Err(error) => image_reason(&error),
+                    Ok(()) => match outcome_of(task, &report) {
+                        Some(outcome) => return Ok(Some(Graded::in_folder(outcome, folder)?)),
+                        None => "its report.json names no outcome".to_owned(),
+                    },
+                }
+            }
         };
         output::say(format!(
             "{}: graded again; the verdict in {folder} is not used: {reason}",
             printable(&task.id, NAME_CHARS)
         ));
         Ok(None)
-    }
-
-    /// Fails if the task's image is another one than the verdict's.
-    async fn is_current(
-        &self,
-        task: &Task,
-        image: Option<ImageIdentity>,
-    ) -> Result<(), SandboxError> {
-        match image {
-            Some(image) => self.grader.check_image(task, image).await,
-            None => Ok(()),
-        }
     }
 }
 

@@ -23,8 +23,9 @@ pub(super) const WHY_CHARS: usize = 2000;
 /// Number of checks of each task. Two detect most flaky tasks.
 const ROUNDS: usize = 2;
 
-/// Name of the solution in logs.
+/// Names in logs of the solution, and of no change at all.
 const GOLD: &str = "gold";
+const NOTHING: &str = "nothing";
 
 /// Result of checking one task.
 pub(super) enum Finding {
@@ -130,22 +131,19 @@ pub(super) async fn check(grader: &Grader<'_>, task: &Task, out: Option<&Utf8Pat
             Ok::<_, GradeError>(graded.verdict)
         };
         let both = async {
-            let gold = grade(GOLD, &task.gold_patch).await?;
-            Ok::<_, GradeError>(Check { gold, noop: grade("nothing", "").await? })
+            let gold = grade(GOLD, &task.gold_patch).await.map_err(|error| (GOLD, error))?;
+            let noop = grade(NOTHING, "").await.map_err(|error| (NOTHING, error))?;
+            Ok::<_, (&str, GradeError)>(Check { gold, noop })
         };
         match both.await {
             Ok(check) => rounds.push(check),
-            Err(
-                error @ (GradeError::Patch(_)
-                | GradeError::NotApplied(_)
-                | GradeError::TooLarge { .. }),
-            ) => {
-                return Finding::Known(Health::Unsound(vec![format!("gold: {error}")]));
+            Err((_, GradeError::Sandbox(error))) => return Finding::Broken(error),
+            Err((actor, GradeError::NoReward(reason))) => {
+                return Finding::Known(Health::Unsound(vec![format!("{actor}: {reason}")]));
             }
-            Err(GradeError::NoReward(reason)) => {
-                return Finding::Known(Health::Unsound(vec![reason]));
+            Err((actor, error)) => {
+                return Finding::Known(Health::Unsound(vec![format!("{actor}: {error}")]));
             }
-            Err(GradeError::Sandbox(error)) => return Finding::Broken(error),
         }
     }
     Finding::Known(Health::of(&rounds))

@@ -52,7 +52,7 @@ async fn serve() -> Served {
         require_routed_experts: true,
         sync_timeout: Duration::from_mins(1),
         served_model: None,
-        chat: orchestrate_engine::ChatOptions::default(),
+        chat: orchestrate_engine::ChatServerOptions::default(),
     };
     let (worker, _) = EngineKind::Sglang.connect(client, Duration::from_mins(2)).await.unwrap();
     worker.probe().await.unwrap();
