@@ -13,6 +13,7 @@ use axum::extract::{Extension, Request, State};
 use axum::response::Response;
 use base64_simd::STANDARD;
 use bytes::Bytes;
+use orchestrate_types::mended_json;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 
@@ -112,6 +113,7 @@ async fn try_generate(
 }
 
 pub(crate) fn parse(body: &[u8]) -> Result<TokenRequest, Problem> {
+    let body = &*mended_json(body);
     if body.trim_ascii_start().first() != Some(&b'{') {
         return Err(Problem::new(Kind::Invalid, "the body must be a JSON object with `token_ids`"));
     }

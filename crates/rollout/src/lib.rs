@@ -61,8 +61,8 @@ pub use conversation::ForkCause;
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingInputs, GradingRules, KnownVerdict, LogGrader,
-    grade_as_r2e, grade_by_summary, grade_patch, known_verdict, log_files, record_verdict,
-    remove_verdict, replace_file, write_log_folder,
+    READABLE, grade_as_r2e, grade_by_summary, grade_patch, known_verdict, log_files,
+    record_verdict, remove_verdict, replace_file, write_log_folder,
 };
 pub use harbor::{HarborActor, check_harbor};
 pub use machine::{

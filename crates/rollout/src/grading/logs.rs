@@ -67,7 +67,7 @@ pub fn write_log_folder(
         }
     };
     if let Some(report) = report {
-        replace_file(&folder.join(REPORT_FILE), format!("{report:#}").as_bytes())?;
+        replace_file(&folder.join(REPORT_FILE), format!("{report:#}").as_bytes(), READABLE)?;
     }
     Ok(folder)
 }
@@ -81,18 +81,21 @@ fn write_or_remove(path: &Utf8Path, content: Option<&[u8]>) -> io::Result<()> {
     }
 }
 
+/// The mode of files that programs of other users may read, as far as the umask allows.
+pub const READABLE: u32 = 0o666;
+
 /// Writes a file so that it is either the old one or all of the new one, whatever ends this program
-/// or the machine. Creates missing parent folders.
+/// or the machine. Creates missing parent folders. The umask applies to `mode`.
 ///
 /// # Errors
 /// If it cannot be written.
-pub fn replace_file(path: &Utf8Path, content: &[u8]) -> io::Result<()> {
+pub fn replace_file(path: &Utf8Path, content: &[u8], mode: u32) -> io::Result<()> {
     let folder = path.parent().filter(|folder| !folder.as_str().is_empty());
     let folder = folder.unwrap_or(Utf8Path::new("."));
     fs::create_dir_all(folder)?;
-    // As other files are created: the umask applies. Removed on an error.
+    // Removed on an error.
     let mut file =
-        tempfile::Builder::new().permissions(Permissions::from_mode(0o666)).tempfile_in(folder)?;
+        tempfile::Builder::new().permissions(Permissions::from_mode(mode)).tempfile_in(folder)?;
     file.write_all(content)?;
     file.as_file().sync_all()?;
     file.persist(path).map_err(|error| error.error)?;

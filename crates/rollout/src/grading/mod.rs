@@ -17,7 +17,7 @@ mod swe_reported;
 mod tests_run;
 
 pub use graded::{GradeError, GradedChange};
-pub use logs::{GradeLogs, log_files, replace_file, write_log_folder};
+pub use logs::{GradeLogs, READABLE, log_files, replace_file, write_log_folder};
 pub use record::{GradingInputs, KnownVerdict, known_verdict, record_verdict, remove_verdict};
 pub use rules::{GradingRules, LogGrader, grade_as_r2e, grade_by_summary};
 

@@ -151,7 +151,11 @@ pub fn record_verdict(
         Err(error) => return Err(error),
     };
     let record = VerdictRecord { inputs: inputs.clone(), image, report };
-    logs::replace_file(&folder.join(RECORD_FILE), &serde_json::to_vec_pretty(&record)?)
+    logs::replace_file(
+        &folder.join(RECORD_FILE),
+        &serde_json::to_vec_pretty(&record)?,
+        logs::READABLE,
+    )
 }
 
 /// Removes the verdict in `folder`, so that it never stands next to the files of another one.

@@ -10,7 +10,7 @@ use crate::{output, tables, task_source, wiring};
 use camino::Utf8Path;
 use futures::stream::{self, StreamExt};
 use orchestrate_rollout::{
-    GradeError, GradeLogs, GradingInputs, GradingRules, KnownVerdict, known_verdict,
+    GradeError, GradeLogs, GradingInputs, GradingRules, KnownVerdict, READABLE, known_verdict,
     record_verdict, remove_verdict, replace_file, write_log_folder,
 };
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
@@ -78,7 +78,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
         let report = run_report(&tasks, results, args.harness);
         let name = format!("{}.{}.json", model.file_name(), args.run_id);
         let file = args.out.join(name);
-        replace_file(&file, format!("{report:#}").as_bytes())
+        replace_file(&file, format!("{report:#}").as_bytes(), READABLE)
             .map_err(|source| OutputError { file, source })?;
         if args.json {
             output::json(&report)?;
