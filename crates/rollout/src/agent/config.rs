@@ -1,7 +1,6 @@
 //! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and the
 //! offers to external workers for `rollout.scaffold = "outside"`.
 
-use super::SCRIPT_START;
 use super::egress::is_address;
 use super::limits::STRING_BYTES;
 use camino::Utf8PathBuf;
@@ -70,6 +69,9 @@ pub struct Outside {
     /// Time that a worker has after `rollout.episode_timeout` to return its reward.
     pub grace: Duration,
 }
+
+/// What the script of the agent's command begins with.
+pub(super) const SCRIPT_START: &str = "mkdir -p \"$HOME\"\n";
 
 fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Problems) {
     for address in &settings.egress {

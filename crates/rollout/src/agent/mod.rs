@@ -18,6 +18,7 @@ use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::runner::{failed, sandbox_failed};
+use config::SCRIPT_START;
 pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
 use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
@@ -35,9 +36,6 @@ pub const AGENT_FOLDER: &str = "/opt/agent";
 
 /// Connections that wait to be served.
 const BACKLOG: usize = 64;
-
-/// What the command's script begins with.
-const SCRIPT_START: &str = "mkdir -p \"$HOME\"\n";
 
 /// Bytes kept of each end of the agent's output.
 const OUTPUT_BYTES: usize = 64 * 1024;
