@@ -56,7 +56,7 @@ pub type VllmClient = Client<Vllm>;
 pub type SglangOptions = ClientOptions;
 
 /// Parsers of replies, for the fuzz targets.
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing {
     pub use crate::reply::{CheckedReply, ExpectedReply};
     use crate::{AssistantMessage, EngineErrorKind, Finish};

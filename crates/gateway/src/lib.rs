@@ -112,7 +112,7 @@ pub use config::{GatewaySection, GatewaySettings};
 pub use connection::serve_stream;
 pub use dialect::Dialect;
 pub use fields::Overridden;
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub use foreign_text::{check_body, check_request};
 pub use message::{Message, Role, ToolCall};
 pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};

@@ -68,7 +68,7 @@ pub use harbor::{HarborActor, check_harbor};
 pub use machine::{
     EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
 };
-#[cfg(fuzzing)]
+#[cfg(any(test, fuzzing))]
 pub use planted::{Reading, check_reply, check_turn};
 pub use prefill::PrefillLeaders;
 pub use prefix::History;

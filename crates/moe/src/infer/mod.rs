@@ -30,8 +30,8 @@ pub use engine::{EngineOptions, EngineServeError};
 pub use matrix::WeightFormat;
 pub use server::serve_engine;
 
-/// Parsers of requests, for the fuzz targets.
-#[cfg(fuzzing)]
+/// Parsers of requests, for the fuzz targets; in tests, so that what no longer compiles is noticed.
+#[cfg(any(test, fuzzing))]
 pub mod fuzzing {
     use super::body::{Bounds, GenerateBody};
 
@@ -39,7 +39,8 @@ pub mod fuzzing {
     /// may sample; `None` if the body is refused.
     pub fn check_body(body: &[u8], vocab: usize, context: usize) -> Option<Vec<(Vec<u32>, usize)>> {
         let body: GenerateBody = super::engine::parse(body).ok()?;
-        let bounds = Bounds { vocab, context, tokenizer: None };
+        let (sequences, tokens) = (100, 4 * context);
+        let bounds = Bounds { vocab, context, sequences, tokens, tokenizer: None };
         let checked = body.check(bounds, || "new".into()).ok()?;
         let sequence =
             |prompt: super::body::Prompt| (prompt.input_ids, prompt.sampling.max_new_tokens);
