@@ -37,6 +37,35 @@ pub struct Level {
 #[error("{VARIABLE}=`{0}` is not an instruction set; use `native`, `avx2` or `base`")]
 pub struct UnknownLimit(String);
 
+/// A loop that is compiled once per instruction set. Declared by [`kernel!`].
+pub trait Kernel<A> {
+    /// What it returns.
+    type Output;
+
+    /// Runs the loop. Implementations are `#[inline(always)]`: only what is inlined into the caller is
+    /// compiled for the caller's instruction sets. A closure cannot promise that.
+    fn compute(arguments: A) -> Self::Output;
+}
+
+/// Declares a function whose body is compiled for each instruction set; [`Level::current`] selects one at run
+/// time. What the body calls must be `#[inline(always)]`.
+#[macro_export]
+macro_rules! kernel {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),+ $(,)?) -> $output:ty $body:block) => {
+        $(#[$attribute])*
+        $visibility fn $name($($argument: $type),+) -> $output {
+            struct Body;
+            impl $crate::Kernel<($($type,)+)> for Body {
+                type Output = $output;
+
+                #[inline(always)]
+                fn compute(($($argument,)+): ($($type,)+)) -> $output $body
+            }
+            $crate::Level::current().compute::<Body, _>(($($argument,)+))
+        }
+    };
+}
+
 impl Level {
     /// The level that this process uses: the highest one that the processor has and [`VARIABLE`]
     /// permits.
@@ -91,6 +120,31 @@ impl Level {
             // SAFETY: as above.
             InstructionSet::Avx2 => unsafe { on_avx2(work) },
             _ => work(),
+        }
+    }
+
+    /// Runs a [`Kernel`], compiled for the instruction sets of this level. The result is the same on every
+    /// level: the compiler neither reorders sums nor fuses operations by itself.
+    #[inline]
+    pub fn compute<K: Kernel<A>, A>(self, arguments: A) -> K::Output {
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
+        fn on_avx512<K: Kernel<A>, A>(arguments: A) -> K::Output {
+            K::compute(arguments)
+        }
+        #[cfg(target_arch = "x86_64")]
+        #[target_feature(enable = "avx2,fma")]
+        fn on_avx2<K: Kernel<A>, A>(arguments: A) -> K::Output {
+            K::compute(arguments)
+        }
+        match self.set {
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: a value of this type exists only if the processor has the instruction sets.
+            InstructionSet::Avx512 => unsafe { on_avx512::<K, A>(arguments) },
+            #[cfg(target_arch = "x86_64")]
+            // SAFETY: as above.
+            InstructionSet::Avx2 => unsafe { on_avx2::<K, A>(arguments) },
+            _ => K::compute(arguments),
         }
     }
 

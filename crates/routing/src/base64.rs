@@ -1,16 +1,25 @@
-//! Decodes base64 with `base64-simd`, preceded by a custom loop on processors that can translate 64
-//! characters in two instructions (AVX-512 VBMI).
+//! Decodes base64: with loops of its own on processors with AVX2 or AVX-512 VBMI, and `base64-simd` for the
+//! rest of a text and on other processors.
 //!
-//! Why a custom loop: decoding is most of the work on a mask, and the loop halves it. It accepts
-//! exactly the text that `base64-simd` accepts; the tests compare the two.
+//! Why custom loops: decoding is most of the work on a mask, and they take half of the time. They accept
+//! exactly the text that `base64-simd` accepts; the tests compare them.
+
+#[cfg(target_arch = "x86_64")]
+mod avx2;
+#[cfg(target_arch = "x86_64")]
+mod avx512;
 
 use base64_simd::STANDARD;
-use orchestrate_cpu::Level;
+use orchestrate_cpu::{InstructionSet, Level};
 
 /// Characters of a base64 group.
 pub(crate) const GROUP_CHARS: usize = 4;
 /// Bytes that the characters of a group encode.
 pub(crate) const GROUP_BYTES: usize = 3;
+/// Characters of a block of 32-bit words, and its bytes and words.
+const WORDS_CHARS: usize = 128;
+pub(crate) const WORDS_BYTES: usize = WORDS_CHARS / GROUP_CHARS * GROUP_BYTES;
+const WORDS: usize = WORDS_BYTES / 4;
 
 /// Decodes `chars`, standard base64 with padding, to the end of `out`. `None` if the text is invalid;
 /// the content appended to `out` is then unspecified.
@@ -18,152 +27,56 @@ pub(crate) fn append(chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
     append_on(Level::current(), chars, out)
 }
 
+#[cfg(target_arch = "x86_64")]
 fn append_on(level: Level, chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
-    let rest = wide::append(level, chars, out)?;
+    let rest = match level.set() {
+        InstructionSet::Avx512 if level.byte_permutations() => avx512::append(level, chars, out)?,
+        InstructionSet::Avx512 | InstructionSet::Avx2 => avx2::append(level, chars, out)?,
+        InstructionSet::Base => chars,
+    };
     STANDARD.decode_append(rest, out).ok()
 }
 
+#[cfg(not(target_arch = "x86_64"))]
+fn append_on(_level: Level, chars: &[u8], out: &mut Vec<u8>) -> Option<()> {
+    STANDARD.decode_append(chars, out).ok()
+}
+
+/// Whether [`append_low_bytes`] exists for this processor, and is the fastest way to the lowest bytes.
+pub(crate) fn takes_low_bytes() -> bool {
+    low_bytes_on(Level::current())
+}
+
+fn low_bytes_on(level: Level) -> bool {
+    // With VBMI, decoding is so fast that a second pass over a small buffer costs less.
+    cfg!(target_arch = "x86_64")
+        && level.set() != InstructionSet::Base
+        && !level.byte_permutations()
+}
+
+/// Decodes `chars`, whole blocks of [`WORDS_BYTES`] bytes without padding, and appends the lowest byte of
+/// each little-endian word of 32 bits to `out`. Returns whether any other byte is set, and `None` if the
+/// text is invalid; the content appended to `out` is then unspecified. Requires [`takes_low_bytes`].
+///
+/// SGLang sends ids in words of which three bytes are zero; this never writes those.
+pub(crate) fn append_low_bytes(chars: &[u8], out: &mut Vec<u8>) -> Option<bool> {
+    low_bytes_by(Level::current(), chars, out)
+}
+
 #[cfg(target_arch = "x86_64")]
-mod wide {
-    #![expect(
-        unsafe_code,
-        reason = "vector loads, stores and feature dispatch require unsafe calls"
-    )]
-
-    use crate::base64::{GROUP_BYTES, GROUP_CHARS};
-    use orchestrate_cpu::Level;
-    use std::arch::x86_64::{
-        _MM_HINT_ET0, _mm_prefetch, _mm512_loadu_epi8, _mm512_madd_epi16, _mm512_maddubs_epi16,
-        _mm512_mask_storeu_epi8, _mm512_movepi8_mask, _mm512_or_si512, _mm512_permutex2var_epi8,
-        _mm512_permutexvar_epi8, _mm512_set1_epi32, _mm512_setzero_si512, _mm512_storeu_epi8,
-    };
-    use std::mem::MaybeUninit;
-
-    /// Characters translated at a time, and their bytes.
-    const BLOCK_CHARS: usize = 64;
-    const BLOCK_BYTES: usize = 48;
-
-    /// Prefetch distance ahead of the store: rows go to uncached memory, and without the prefetch
-    /// every other store waits for its cache line.
-    const AHEAD: usize = 4096;
-
-    /// Marks characters outside the alphabet.
-    const NONE: u8 = 0x80;
-
-    /// Value of each character below 128.
-    const VALUES: [u8; 128] = {
-        let alphabet = b"ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-        let mut values = [NONE; 128];
-        let mut value = 0u8;
-        while value < 64 {
-            #[expect(clippy::indexing_slicing, reason = "computed by the compiler")]
-            {
-                values[alphabet[value as usize] as usize] = value;
-            }
-            value += 1;
-        }
-        values
-    };
-
-    /// Positions of the bytes of 16 groups, each held in the lowest 24 bits of a 32-bit lane.
-    const PLACES: [u8; 64] = {
-        let mut places = [0; 64];
-        let mut group = 0u8;
-        while group < 16 {
-            #[expect(clippy::indexing_slicing, reason = "computed by the compiler")]
-            {
-                places[3 * group as usize] = 4 * group + 2;
-                places[3 * group as usize + 1] = 4 * group + 1;
-                places[3 * group as usize + 2] = 4 * group;
-            }
-            group += 1;
-        }
-        places
-    };
-
-    /// Decodes leading characters of `chars` to the end of `out` and returns the rest, which includes
-    /// any padding. `None` if a character is not in the alphabet.
-    pub(super) fn append<'a>(level: Level, chars: &'a [u8], out: &mut Vec<u8>) -> Option<&'a [u8]> {
-        if !level.byte_permutations() {
-            return Some(chars);
-        }
-        let blocks = chars.len().saturating_sub(1) / BLOCK_CHARS;
-        if blocks == 0 {
-            return Some(chars);
-        }
-        let (wide, rest) = chars.split_at(blocks * BLOCK_CHARS);
-        out.reserve(chars.len() / GROUP_CHARS * GROUP_BYTES);
-        // SAFETY: the level says that the processor has all features of the function.
-        let valid = unsafe { decode(wide.as_chunks().0, out.spare_capacity_mut()) };
-        if !valid {
-            return None;
-        }
-        // SAFETY: capacity for that many blocks was reserved, and `decode` wrote all of them.
-        unsafe { out.set_len(out.len() + blocks * BLOCK_BYTES) };
-        Some(rest)
-    }
-
-    /// Writes the bytes of all `blocks` to `out`, which is large enough. Returns whether every
-    /// character is in the alphabet.
-    #[target_feature(enable = "avx512f,avx512bw,avx512vbmi")]
-    fn decode(blocks: &[[u8; BLOCK_CHARS]], out: &mut [MaybeUninit<u8>]) -> bool {
-        assert!(blocks.len() * BLOCK_BYTES <= out.len());
-        let (low, high) = VALUES.split_at(64);
-        // SAFETY: both halves and the places are 64 bytes long.
-        let (low, high, places) = unsafe {
-            (
-                _mm512_loadu_epi8(low.as_ptr().cast()),
-                _mm512_loadu_epi8(high.as_ptr().cast()),
-                _mm512_loadu_epi8(PLACES.as_ptr().cast()),
-            )
-        };
-        let mut wrong = _mm512_setzero_si512();
-        let mut bytes_of = |block: &[u8; BLOCK_CHARS]| {
-            // SAFETY: a block has 64 bytes.
-            let chars = unsafe { _mm512_loadu_epi8(block.as_ptr().cast()) };
-            // Looks up the lower 7 bits of each character; the highest bit marks non-ASCII ones.
-            let values = _mm512_permutex2var_epi8(low, chars, high);
-            wrong = _mm512_or_si512(wrong, _mm512_or_si512(values, chars));
-            // Joins pairs of 6 bits to 12 and pairs of those to 24, then orders the bytes.
-            let pairs = _mm512_maddubs_epi16(values, _mm512_set1_epi32(0x0140_0140));
-            let groups = _mm512_madd_epi16(pairs, _mm512_set1_epi32(0x0001_1000));
-            _mm512_permutexvar_epi8(places, groups)
-        };
-        let Some((last, before)) = blocks.split_last() else { return true };
-        let mut to = out.as_mut_ptr();
-        for block in before {
-            let bytes = bytes_of(block);
-            // SAFETY: the store writes 48 bytes of this block and 16 of the next one, which has room
-            // for 48. A prefetch only affects timing and is valid for any address.
-            unsafe {
-                _mm512_storeu_epi8(to.cast(), bytes);
-                _mm_prefetch::<_MM_HINT_ET0>(to.wrapping_add(AHEAD).cast());
-                to = to.add(BLOCK_BYTES);
-            }
-        }
-        let bytes = bytes_of(last);
-        // SAFETY: the mask limits the store to the bytes that fit.
-        unsafe { _mm512_mask_storeu_epi8(to.cast(), (1 << BLOCK_BYTES) - 1, bytes) };
-        _mm512_movepi8_mask(wrong) == 0
-    }
+fn low_bytes_by(level: Level, chars: &[u8], out: &mut Vec<u8>) -> Option<bool> {
+    assert!(low_bytes_on(level), "requires AVX2");
+    avx2::append_low_bytes(level, chars, out)
 }
 
 #[cfg(not(target_arch = "x86_64"))]
-mod wide {
-    /// Decodes nothing, so that `base64-simd` decodes all of the text.
-    #[expect(clippy::unnecessary_wraps, reason = "same signature as on x86-64")]
-    pub(super) fn append<'a>(
-        _level: orchestrate_cpu::Level,
-        chars: &'a [u8],
-        _out: &mut Vec<u8>,
-    ) -> Option<&'a [u8]> {
-        Some(chars)
-    }
+fn low_bytes_by(_level: Level, _chars: &[u8], _out: &mut Vec<u8>) -> Option<bool> {
+    None
 }
 
 #[cfg(test)]
 mod tests {
-    use super::append_on;
+    use super::{WORDS_CHARS, append_on, low_bytes_by, low_bytes_on};
     use base64_simd::STANDARD;
     use orchestrate_cpu::Level;
     use proptest::prelude::*;
@@ -212,6 +125,59 @@ mod tests {
             let text = STANDARD.encode_to_string(&bytes).into_bytes();
             let text = &text[..text.len().saturating_sub(cut)];
             prop_assert_eq!(decoded(text), STANDARD.decode_to_vec(text).ok());
+        }
+    }
+
+    /// The lowest bytes of the words, and whether another byte is set. `None` if the text is invalid.
+    fn low_bytes(text: &[u8]) -> Option<(Vec<u8>, bool)> {
+        let bytes = STANDARD.decode_to_vec(text).ok()?;
+        let words = bytes.as_chunks::<4>().0;
+        let is_wide = words.iter().any(|word| word[1..] != [0; 3]);
+        Some((words.iter().map(|word| word[0]).collect(), is_wide))
+    }
+
+    fn assert_low_bytes(text: &[u8]) {
+        for level in Level::supported().into_iter().filter(|level| low_bytes_on(*level)) {
+            let mut out = Vec::with_capacity(text.len() / WORDS_CHARS * 24);
+            let found = low_bytes_by(level, text, &mut out).map(|is_wide| (out, is_wide));
+            assert_eq!(found, low_bytes(text));
+        }
+    }
+
+    #[test]
+    fn every_bit_above_a_lowest_byte_is_noticed() {
+        for blocks in 0..3 {
+            let mut words: Vec<u8> =
+                (0..24 * blocks).flat_map(|word: u8| [word.wrapping_mul(37), 0, 0, 0]).collect();
+            assert_low_bytes(STANDARD.encode_to_string(&words).as_bytes());
+            for at in 0..words.len() {
+                for bit in 0..8 {
+                    words[at] ^= 1 << bit;
+                    assert_low_bytes(STANDARD.encode_to_string(&words).as_bytes());
+                    words[at] ^= 1 << bit;
+                }
+            }
+        }
+    }
+
+    #[test]
+    fn every_byte_at_every_position_of_words_is_accepted_or_rejected_as_by_base64_simd() {
+        let text = STANDARD.encode_to_string([0x5a, 0, 0, 0].repeat(48));
+        for at in 0..text.len() {
+            for byte in (0..=u8::MAX).filter(|byte| *byte != b'=') {
+                let mut text = text.clone().into_bytes();
+                text[at] = byte;
+                assert_low_bytes(&text);
+            }
+        }
+    }
+
+    #[test]
+    fn padding_is_no_character_of_a_block_of_words() {
+        for level in Level::supported().into_iter().filter(|level| low_bytes_on(*level)) {
+            let mut text = STANDARD.encode_to_string([0; 96]).into_bytes();
+            text[127] = b'=';
+            assert_eq!(low_bytes_by(level, &text, &mut Vec::new()), None);
         }
     }
 }

@@ -1,12 +1,12 @@
 //! The inner loops over ids: plain Rust over fixed-size chunks, which the compiler vectorises once
-//! per instruction set; [`Level`] selects one at run time. The loops only detect *that* there is an
-//! error; [`crate::check::explain`] finds which.
+//! per instruction set ([`kernel!`]). The loops only detect *that* there is an error;
+//! [`crate::check::explain`] finds which.
 #![expect(
     clippy::inline_always,
-    reason = "a loop that is not inlined into the call of `Level::run` is compiled for the base"
+    reason = "a loop that is not inlined into its kernel is compiled for the base"
 )]
 
-use orchestrate_cpu::Level;
+use orchestrate_cpu::kernel;
 use orchestrate_types::ModelShape;
 
 /// Type of an id on the wire, little-endian.
@@ -39,23 +39,20 @@ impl WireId {
     }
 }
 
-/// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), truncating those that do not fit.
-/// Returns whether any id is negative or above `limit`; `out` is then invalid.
-pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
-    Level::current().run(|| narrow_by(ids, wire, width, out, limit))
-}
-
-#[inline(always)]
-fn narrow_by(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
-    let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
-    match (ids, width) {
-        (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
-        // Negative ids, read as unsigned, exceed every limit up to the largest signed number.
-        (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
-        (WireId::U16, _) => copy_u16(wire, out, limit16),
-        (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
-        (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
-        (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
+kernel! {
+    /// Writes the ids of `wire` to `out` in `width` bytes each (1 or 2), truncating those that do not fit.
+    /// Returns whether any id is negative or above `limit`; `out` is then invalid.
+    pub(crate) fn narrow(ids: WireId, wire: &[u8], width: usize, out: &mut [u8], limit: usize) -> bool {
+        let limit16 = u16::try_from(limit).unwrap_or(u16::MAX);
+        match (ids, width) {
+            (WireId::U8, _) => copy_u8(wire, out, u8::try_from(limit).unwrap_or(u8::MAX)),
+            // Negative ids, read as unsigned, exceed every limit up to the largest signed number.
+            (WireId::U16 | WireId::I16, 1) => narrow_16_to_8(wire, out, limit16),
+            (WireId::U16, _) => copy_u16(wire, out, limit16),
+            (WireId::I16, _) => copy_u16(wire, out, limit16.min(i16::MAX.unsigned_abs())),
+            (WireId::I32, 1) => narrow_32_to_8(wire, out, limit),
+            (WireId::I32, _) => narrow_32_to_16(wire, out, limit),
+        }
     }
 }
 
@@ -125,20 +122,17 @@ pub(crate) fn any_set(bytes: &[u8]) -> bool {
     bytes.iter().fold(0, |all, byte| all | byte) != 0
 }
 
-/// Whether any stored id is above `limit`.
-pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
-    Level::current().run(|| any_above_by(stored, width, limit))
-}
-
-#[inline(always)]
-fn any_above_by(stored: &[u8], width: usize, limit: usize) -> bool {
-    if width == 1 {
-        let limit = u8::try_from(limit).unwrap_or(u8::MAX);
-        stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
-    } else {
-        let limit = u16::try_from(limit).unwrap_or(u16::MAX);
-        let above = |id: &[u8; 2]| u16::from_le_bytes(*id).saturating_sub(limit);
-        stored.as_chunks().0.iter().fold(0, |all, id| all | above(id)) != 0
+kernel! {
+    /// Whether any stored id is above `limit`.
+    pub(crate) fn any_above(stored: &[u8], width: usize, limit: usize) -> bool {
+        if width == 1 {
+            let limit = u8::try_from(limit).unwrap_or(u8::MAX);
+            stored.iter().fold(0, |above, id| above | id.saturating_sub(limit)) != 0
+        } else {
+            let limit = u16::try_from(limit).unwrap_or(u16::MAX);
+            let above = |id: &[u8; 2]| u16::from_le_bytes(*id).saturating_sub(limit);
+            stored.as_chunks().0.iter().fold(0, |all, id| all | above(id)) != 0
+        }
     }
 }
 
@@ -172,14 +166,15 @@ impl Repeats {
 
     /// Whether any choice in `stored` (whole choices in stored form) repeats an expert.
     pub(crate) fn any(&self, stored: &[u8]) -> bool {
-        Level::current().run(|| self.any_by(stored))
+        any_repeat(self, stored)
     }
+}
 
-    #[inline(always)]
-    fn any_by(&self, stored: &[u8]) -> bool {
-        let Self { top_k, width, slots } = self;
+kernel! {
+    fn any_repeat(repeats: &Repeats, stored: &[u8]) -> bool {
+        let Repeats { top_k, width, slots } = repeats;
         match (*top_k, *width) {
-            (8, 1) => repeats_8_of_u8(stored.as_chunks().0),
+            (8, 1) => repeats_8_of_u8(stored),
             (8, _) => repeats_8_of_u16(stored.as_chunks().0.as_chunks().0),
             (_, 1) => stored.chunks(slots.len()).any(|span| repeats_u8(span, slots, *top_k)),
             (_, _) => stored
@@ -189,19 +184,39 @@ impl Repeats {
     }
 }
 
-/// The most common case, 8 ids of one byte, as one 64-bit word: rotating it by 1, 2, 3 and 4 bytes
-/// compares every id with every other one.
+/// Bytes of four choices of 8 ids.
+const FOUR: usize = 32;
+
+/// The most common case, 8 ids of one byte: rotating each choice by 1, 2, 3 and 4 ids compares every id with
+/// every other one.
 #[inline(always)]
-fn repeats_8_of_u8(choices: &[[u8; 8]]) -> bool {
-    const LOWEST: u64 = u64::from_le_bytes([0x01; 8]);
-    let mut zero = 0;
-    for choice in choices {
-        let ids = u64::from_le_bytes(*choice);
-        for bits in [8, 16, 24, 32] {
-            zero |= zero_lanes(ids ^ ids.rotate_left(bits), LOWEST);
-        }
+fn repeats_8_of_u8(stored: &[u8]) -> bool {
+    let mut repeated = [0; FOUR];
+    let (fours, rest) = stored.as_chunks::<FOUR>();
+    for ids in fours {
+        mark_equal::<1>(ids, &mut repeated);
+        mark_equal::<2>(ids, &mut repeated);
+        mark_equal::<3>(ids, &mut repeated);
+        mark_equal::<4>(ids, &mut repeated);
     }
-    zero & (LOWEST << 7) != 0
+    let is_repeated = |choice: &[u8; 8]| {
+        let mut later = choice.iter();
+        later.clone().any(|id| {
+            later.next();
+            later.as_slice().contains(id)
+        })
+    };
+    repeated != [0; FOUR] || rest.as_chunks().0.iter().any(is_repeated)
+}
+
+/// Marks ids that equal the one `DISTANCE` later in their choice of 8. With a constant distance and indices the
+/// rotation compiles to one shuffle.
+#[expect(clippy::indexing_slicing, reason = "all indices are below FOUR")]
+#[inline(always)]
+fn mark_equal<const DISTANCE: usize>(ids: &[u8; FOUR], marks: &mut [u8; FOUR]) {
+    for at in 0..FOUR {
+        marks[at] |= u8::from(ids[at] == ids[(at & !7) | ((at + DISTANCE) & 7)]);
+    }
 }
 
 /// 8 ids of two bytes as two 64-bit words: rotations compare each with itself and with the other.

@@ -219,6 +219,17 @@ fn decode_rows(
                 let stored = piece.bytes.get(before..).unwrap_or_default();
                 narrower.check(stored, position)?;
                 stored
+            } else if narrower.keeps_lowest_bytes() && base64::takes_low_bytes() {
+                let before = piece.bytes.len();
+                let is_wide = text
+                    .append_low_bytes(range.clone(), piece.bytes, &mut scratch)
+                    .ok_or(RoutingError::Base64 { position })?;
+                let stored = piece.bytes.get(before..).unwrap_or_default();
+                if is_wide || narrower.is_suspicious(stored) {
+                    let wire = text.decode(range, &mut scratch);
+                    explain(wire.unwrap_or_default(), payload.ids, shape, position)?;
+                }
+                stored
             } else {
                 let wire =
                     text.decode(range, &mut scratch).ok_or(RoutingError::Base64 { position })?;
@@ -275,10 +286,21 @@ impl<'a> Narrower<'a> {
         same && matches!(*self.runs, [Run { moe: true, .. }])
     }
 
+    /// Whether the stored form is the lowest byte of each word of 32 bits.
+    fn keeps_lowest_bytes(&self) -> bool {
+        self.ids == WireId::I32
+            && self.shape.id_bytes() == 1
+            && matches!(*self.runs, [Run { moe: true, .. }])
+    }
+
+    /// Whether stored rows may have an id that is out of range or repeated.
+    fn is_suspicious(&self, stored: &[u8]) -> bool {
+        any_above(stored, self.shape.id_bytes(), self.shape.experts - 1) || self.repeats.any(stored)
+    }
+
     /// Checks rows whose stored form equals the wire form; the first has absolute position `position`.
     fn check(&self, stored: &[u8], position: usize) -> Result<(), RoutingError> {
-        let (width, limit) = (self.shape.id_bytes(), self.shape.experts - 1);
-        if any_above(stored, width, limit) || self.repeats.any(stored) {
+        if self.is_suspicious(stored) {
             explain(stored, self.ids, self.shape, position)?;
         }
         Ok(())
@@ -363,6 +385,37 @@ impl<'a> Base64Text<'a> {
         self.append_groups(first / GROUP_BYTES..last / GROUP_BYTES, out)?;
         out.extend_from_slice(self.decode(last..range.end, &mut scratch)?);
         Some(())
+    }
+
+    /// Appends the lowest byte of each word of 32 bits in `range` to `out`. Returns whether any other byte is
+    /// set, and `None` as [`Base64Text::decode`].
+    fn append_low_bytes(
+        &self,
+        range: Range<usize>,
+        out: &mut Vec<u8>,
+        scratch: &mut Vec<u8>,
+    ) -> Option<bool> {
+        // Words and groups begin together only at every 12th byte, and not at all in a text whose ids
+        // begin within a word.
+        const TOGETHER: usize = 4 * GROUP_BYTES;
+        let first = if range.start.is_multiple_of(4) {
+            range.start.next_multiple_of(TOGETHER).min(range.end)
+        } else {
+            range.end
+        };
+        let last = first + (range.end - first) / base64::WORDS_BYTES * base64::WORDS_BYTES;
+        let mut is_wide = false;
+        let mut decoded = |range: Range<usize>, out: &mut Vec<u8>| {
+            let words = self.decode(range, scratch)?.as_chunks::<4>().0;
+            is_wide |= words.iter().any(|[_, others @ ..]| *others != [0; 3]);
+            out.extend(words.iter().map(|[lowest, ..]| lowest));
+            Some(())
+        };
+        decoded(range.start..first, out)?;
+        let chars = first / GROUP_BYTES * GROUP_CHARS..last / GROUP_BYTES * GROUP_CHARS;
+        let blocks = base64::append_low_bytes(self.chars.get(chars)?, out)?;
+        decoded(last..range.end, out)?;
+        Some(is_wide | blocks)
     }
 
     fn append_groups(&self, groups: Range<usize>, out: &mut Vec<u8>) -> Option<()> {
