@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Writes the golden vectors; with ``--check``, derives them again and compares.
 
-    python tests/reference/generate.py [--check]
+    python tests/reference/generate.py [--check [NAME…]]
 
-Needs NumPy. Both commands first check the reference itself (selfcheck.py).
+Needs NumPy. Both commands first check the reference itself (selfcheck.py), unless only the files of some
+names are compared.
 """
 
 from __future__ import annotations
@@ -28,10 +29,17 @@ TOLERANCE = 1e-12
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--check", action="store_true", help="compare instead of writing")
-    check = parser.parse_args().check
-    compared = selfcheck.run()
-    print(f"{compared} derivatives agree with finite differences")
-    if not check:
+    parser.add_argument("names", nargs="*", help="files to compare, by default all")
+    given = parser.parse_args()
+    if given.names and not given.check:
+        parser.error("names need --check")
+    if unknown := sorted(set(given.names) - FILES.keys()):
+        parser.error(f"unknown: {', '.join(unknown)} (known: {', '.join(FILES)})")
+    names = given.names or [*FILES]
+    if not given.names:
+        compared = selfcheck.run()
+        print(f"{compared} derivatives agree with finite differences")
+    if not given.check:
         FOLDER.mkdir(exist_ok=True)
         for name, content in FILES.items():
             (FOLDER / f"{name}.json").write_text(_text(_plain(content())))
@@ -42,12 +50,12 @@ def main() -> int:
     wrong = []
     stored = {path.stem for path in FOLDER.glob("*.json")}
     wrong += [f"{name}.json: not generated" for name in sorted(stored - FILES.keys())]
-    for name, content in FILES.items():
+    for name in names:
         path = FOLDER / f"{name}.json"
         if not path.exists():
             wrong.append(f"{name}.json: missing")
             continue
-        wrong += _differences(f"{name}.json", json.loads(path.read_text()), _plain(content()))
+        wrong += _differences(f"{name}.json", json.loads(path.read_text()), _plain(FILES[name]()))
     for path, content in _checkpoint_files():
         if not path.exists() or path.read_bytes() != content:
             wrong.append(f"{path.relative_to(FOLDER)}: missing or different")
@@ -56,7 +64,7 @@ def main() -> int:
     if wrong:
         print(f"{len(wrong)} differences: run {sys.argv[0]} and review the diff", file=sys.stderr)
         return 1
-    print(f"{len(FILES)} files are up to date")
+    print(f"{len(names)} files are up to date")
     return 0
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import struct
 from typing import Any
@@ -38,6 +39,7 @@ def checkpoint() -> dict[str, bytes]:
     }
 
 
+@functools.cache
 def vectors() -> dict[str, Any]:
     """Own routes, an engine with shifted router logits, replay of its routes, and one update."""
     parameters = whole_model.draw(SEED)

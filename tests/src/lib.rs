@@ -9,6 +9,7 @@ pub mod skip;
 pub use daemon::{Daemon, SMALL_DISK_FILES, containers, docker, pause};
 pub use images::recipe_image;
 
+use rustix::time::ClockId;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 use std::time::Duration;
@@ -19,7 +20,19 @@ use std::time::Duration;
 /// # Errors
 /// Fails if the system returns an impossible time.
 pub fn thread_cpu_time() -> anyhow::Result<Duration> {
-    let time = rustix::time::clock_gettime(rustix::time::ClockId::ThreadCPUTime);
+    cpu_time(ClockId::ThreadCPUTime)
+}
+
+/// Processor time that all threads of this process have used.
+///
+/// # Errors
+/// Fails if the system returns an impossible time.
+pub fn process_cpu_time() -> anyhow::Result<Duration> {
+    cpu_time(ClockId::ProcessCPUTime)
+}
+
+fn cpu_time(clock: ClockId) -> anyhow::Result<Duration> {
+    let time = rustix::time::clock_gettime(clock);
     Ok(Duration::new(time.tv_sec.try_into()?, time.tv_nsec.try_into()?))
 }
 

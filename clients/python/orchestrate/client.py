@@ -137,8 +137,8 @@ class Episode(EpisodeBase):
         #: Whether the policy's work is over and being graded.
         self.is_graded = False
         if gateway is not None:
-            thread = threading.Thread(target=self._beat, args=(gateway,), daemon=True)
-            thread.start()
+            name = f"heartbeats of {taken.attempt}"
+            threading.Thread(target=self._beat, args=(gateway,), name=name, daemon=True).start()
 
     @property
     def is_open(self) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -79,7 +80,9 @@ class Scripted:
 
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
         self.url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        threading.Thread(target=self._server.serve_forever, daemon=True).start()
+        # The default interval of 0.5 s would delay the end of every test.
+        serve = {"target": self._server.serve_forever, "kwargs": {"poll_interval": 0.01}}
+        threading.Thread(**serve, daemon=True).start()
 
     def paths(self, end: str) -> list[Any]:
         """The bodies sent to routes with this ending."""
@@ -146,6 +149,28 @@ def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) ->
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what}"
         time.sleep(0.05)
+
+
+class Clock:
+    """A clock that is past every time limit once something has happened."""
+
+    def __init__(self, has_happened: Callable[[], bool]) -> None:
+        self._has_happened = has_happened
+
+    def monotonic(self) -> float:
+        return time.monotonic() + (1e6 if self._has_happened() else 0.0)
+
+
+@pytest.fixture
+def end_limits(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], bool]], None]:
+    """Function that ends the time limits of environments and rewards once something has happened,
+    so that no test waits for a limit and no slow machine exceeds one."""
+
+    def end(has_happened: Callable[[], bool]) -> None:
+        module = importlib.import_module("orchestrate.environment")
+        monkeypatch.setattr(module, "time", Clock(has_happened))
+
+    return end
 
 
 class Run:

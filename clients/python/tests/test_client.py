@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EPISODE, Scripted
+from conftest import EPISODE, Scripted, wait_for
 
 import orchestrate
 from orchestrate import Gateway
@@ -22,6 +22,7 @@ from orchestrate.environment import run_function
 from orchestrate.wire import check_reply
 
 Start = Callable[..., Scripted]
+EndLimits = Callable[[Callable[[], bool]], None]
 
 
 def over(code: str, status: int = 410) -> tuple[int, Any]:
@@ -33,20 +34,26 @@ def plain(path: str, body: Any) -> tuple[int, Any]:
     return 200, EPISODE if path.endswith("take") else {"outcome": "scored"}
 
 
+def beating() -> list[threading.Thread]:
+    """The threads that send heartbeats."""
+    return [thread for thread in threading.enumerate() if thread.name.startswith("heartbeats")]
+
+
 def test_an_episode_has_its_task_and_urls_and_its_heartbeats(scripted: Start) -> None:
     server = scripted(plain)
+    began = time.monotonic()
     with Gateway(server.url, "secret", worker="me") as gateway, gateway.take() as episode:
         assert (episode.task.id, episode.task.row["answer"]) == ("sum__1", "2")
         assert episode.openai_base_url == server.url + "/e/s/v1"
         assert (episode.anthropic_base_url, episode.api_key) == (server.url + "/e/s", "k")
-        time.sleep(0.55)
+        wait_for(lambda: len(server.paths("heartbeat")) >= 3, "heartbeats")
         episode.metrics["turns"] = 2
         assert episode.finish(0.5, {"length": 3}) == "scored"
+        periods = (time.monotonic() - began) / (EPISODE["lease_s"] / 4)
+        # Within one period of the end, a heartbeat may be under way.
+        assert len(server.paths("heartbeat")) <= periods + 1, "heartbeats are more frequent"
+        wait_for(lambda: not beating(), "the heartbeats end with the episode")
     assert server.paths("finish") == [{"reward": 0.5, "metrics": {"turns": 2.0, "length": 3.0}}]
-    beats = len(server.paths("heartbeat"))
-    assert 3 <= beats <= 6
-    time.sleep(0.3)
-    assert len(server.paths("heartbeat")) <= beats + 1, "heartbeats go on after the end"
     assert {header["authorization"] for header in server.headers} == {"Bearer secret"}
 
 
@@ -132,8 +139,7 @@ def test_a_lost_lease_is_known_and_its_result_raises(scripted: Start) -> None:
     )
     with Gateway(server.url) as gateway:
         episode = gateway.take()
-        time.sleep(0.4)
-        assert episode.lost is not None
+        wait_for(lambda: episode.lost is not None, "the lease is known to be lost")
         with pytest.raises(orchestrate.LeaseOver), episode:
             episode.finish(1.0)
     assert len(server.paths("heartbeat")) == 1
@@ -297,29 +303,33 @@ def test_the_client_to_await_does_the_same(scripted: Start) -> None:
     async def main() -> None:
         async with orchestrate.AsyncGateway(server.url) as gateway:
             async with await gateway.take() as episode:
-                await asyncio.sleep(0.35)
+                await reached(lambda: len(server.paths("heartbeat")) >= 3)
                 assert await episode.finish(0.25) == "scored"
             with pytest.raises(ZeroDivisionError):
                 async with await gateway.take():
                     raise ZeroDivisionError
-            running = asyncio.create_task(hang(gateway))
-            await asyncio.sleep(0.2)
+            taken = asyncio.Event()
+            running = asyncio.create_task(hang(gateway, taken))
+            await taken.wait()
             running.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await running
 
-    async def hang(gateway: orchestrate.AsyncGateway) -> None:
+    async def hang(gateway: orchestrate.AsyncGateway, taken: asyncio.Event) -> None:
         async with await gateway.take():
-            await asyncio.sleep(60)
+            taken.set()
+            await asyncio.Event().wait()
+
+    async def reached(condition: Callable[[], bool]) -> None:
+        await asyncio.to_thread(wait_for, condition, "heartbeats")
 
     asyncio.run(main())
     assert server.paths("finish")[0] == {"reward": 0.25, "metrics": {}}
     assert server.paths("finish")[1]["failure"]["kind"] == "environment"
     assert len(server.paths("abandon")) == 1
-    assert len(server.paths("heartbeat")) >= 3
 
 
-@orchestrate.environment(timeout=2.0)
+@orchestrate.environment(timeout=600)
 def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, float]]:
     """Does what the row says."""
     what = episode.task.row["do"]
@@ -327,8 +337,9 @@ def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, flo
         return 1.0, {"pid": os.getpid()}
     if what == "hang":
         child = subprocess.Popen(["sleep", "600"])
-        with open(episode.task.row["file"], "w") as file:
-            file.write(str(child.pid))
+        file = Path(episode.task.row["file"])
+        file.with_suffix(".new").write_text(str(child.pid))
+        file.with_suffix(".new").rename(file)
         while True:  # Also while the interpreter is busy.
             pass
     if what == "die":
@@ -340,6 +351,13 @@ def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, flo
     if what == "ended":
         raise orchestrate.EpisodeEnded("no turns")
     raise KeyError(what)
+
+
+def is_alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False
 
 
 def behaviours(server: Start, names: list[str], file: str = "") -> Scripted:
@@ -360,9 +378,10 @@ def behaviours(server: Start, names: list[str], file: str = "") -> Scripted:
 
 
 def test_an_environment_that_hangs_or_dies_is_ended_and_replaced(
-    scripted: Start, tmp_path: Any
+    scripted: Start, tmp_path: Path, end_limits: EndLimits
 ) -> None:
     file = tmp_path / "pid"
+    end_limits(file.exists)
     names = ["pid", "pid", "agent", "ended", "nan", "bug", "pid", "die", "pid", "hang", "pid"]
     server = behaviours(scripted, names, str(file))
     with Gateway(server.url) as gateway:
@@ -379,10 +398,7 @@ def test_an_environment_that_hangs_or_dies_is_ended_and_replaced(
     assert "KeyError: 'bug'" in sent[5]["failure"]["message"]
     assert "exit code 3" in sent[7]["failure"]["message"]
     started = int(file.read_text())
-    time.sleep(0.2)
-    status = Path(f"/proc/{started}/stat")
-    alive = status.exists() and status.read_text().rpartition(")")[2].split()[0] != "Z"
-    assert not alive, "what the environment started outlives it"
+    wait_for(lambda: not is_alive(started), "what the environment started ends with it")
 
 
 def test_functions_run_in_threads_and_work_stops_after_so_many(scripted: Start) -> None:

@@ -14,6 +14,7 @@ from conftest import EPISODE, Scripted, is_gone, wait_for
 import orchestrate
 
 Start = Callable[..., Scripted]
+EndLimits = Callable[[Callable[[], bool]], None]
 
 
 class Work:
@@ -36,7 +37,7 @@ def graded(episode: orchestrate.Episode) -> Any:
     return Work(what)
 
 
-@graded.reward(timeout=10)
+@graded.reward(timeout=600)
 def grade(episode: orchestrate.Episode, work: Work) -> float | tuple[float, dict[str, float]]:
     """Does what the environment returned."""
     assert episode.task.row["do"] == work.value
@@ -44,6 +45,7 @@ def grade(episode: orchestrate.Episode, work: Work) -> float | tuple[float, dict
         case "good":
             return 0.5, {"reward_pid": os.getpid(), "both": 2}
         case "hang":
+            Path(episode.task.row["file"]).touch()
             time.sleep(600)
         case "die":
             os._exit(3)
@@ -79,7 +81,7 @@ def boxed_reward(episode: orchestrate.Episode, container: str) -> float:
     return float(is_new and episode.sandbox.id != container)
 
 
-@orchestrate.environment(timeout=60, image="orchestrate/micro")
+@orchestrate.environment(timeout=600, image="orchestrate/micro")
 def slow(episode: orchestrate.Episode) -> float:
     """Opens a sandbox and hangs."""
     episode.run("setsid sleep 1000 >/dev/null 2>&1 &")
@@ -92,6 +94,10 @@ def slow(episode: orchestrate.Episode) -> float:
 def imageless(episode: orchestrate.Episode) -> float:
     """Needs an image that does not exist."""
     return float(episode.run("true").exit_code == 0)
+
+
+def has_line(file: Path) -> bool:
+    return file.exists() and file.read_text().endswith("\n")
 
 
 def log(episode: orchestrate.Episode) -> None:
@@ -128,9 +134,13 @@ def kinds(sent: list[Any]) -> list[str]:
     return [body.get("failure", {}).get("kind", "reward") for body in sent]
 
 
-def test_a_reward_runs_in_a_fresh_process_and_its_failures_are_typed(scripted: Start) -> None:
+def test_a_reward_runs_in_a_fresh_process_and_its_failures_are_typed(
+    scripted: Start, tmp_path: Path, end_limits: EndLimits
+) -> None:
+    hung = tmp_path / "hung"
+    end_limits(hung.exists)
     names = ["good", "hang", "good", "die", "nan", "agent", "bug", "chat", "lambda", "agent early"]
-    sent = work(scripted, graded, names)
+    sent = work(scripted, graded, names, hung)
     assert kinds(sent) == [
         *("reward", "timeout", "reward", "agent", "environment"),
         *("agent", "environment", "environment", "environment", "agent"),
@@ -140,7 +150,7 @@ def test_a_reward_runs_in_a_fresh_process_and_its_failures_are_typed(scripted: S
     # The process of the environment goes on, that of the reward does not.
     assert first["pid"] == second["pid"]
     assert len({first["pid"], first["reward_pid"], second["reward_pid"], os.getpid()}) == 4
-    assert "the reward took longer than 10 s" in sent[1]["failure"]["message"]
+    assert "the reward took longer than 600 s" in sent[1]["failure"]["message"]
     assert "the reward's process ended with exit code 3" in sent[3]["failure"]["message"]
     assert "cannot ask the policy" in sent[7]["failure"]["message"]
 
@@ -179,9 +189,10 @@ def test_sandboxes_end_with_their_episode_however_it_ends(
 
 
 def test_a_time_limit_of_an_environment_removes_its_sandbox(
-    scripted: Start, image: str, tmp_path: Path
+    scripted: Start, image: str, tmp_path: Path, end_limits: EndLimits
 ) -> None:
     file = tmp_path / "containers"
+    end_limits(lambda: has_line(file))
     assert kinds(work(scripted, slow, ["hang"], file)) == ["timeout"]
     (container,) = file.read_text().split()
     wait_for(lambda: is_gone(container), "the container is removed")

@@ -14,6 +14,9 @@ PUBLISHED = dict.fromkeys(("gspo", "gmpo", "rspo", "sapo"), "seq-mean-token-mean
     "minirl": "seq-mean-token-sum"
 }
 
+#: Options of one combination in `covering`: so few that none hides what another one does.
+TOGETHER = 4
+
 
 def base(loss: str) -> dict[str, Any]:
     """Settings of a loss by itself."""
@@ -56,9 +59,9 @@ def aggregated_losses() -> list[dict[str, Any]]:
     ]
 
 
-def pairs() -> list[dict[str, Any]]:
-    """Every option with every option of another kind, where the rules allow the pair."""
-    kinds: list[list[dict[str, Any]]] = [
+def kinds() -> list[list[dict[str, Any]]]:
+    """The options of each kind, of which a combination has at most one."""
+    return [
         [base(loss) for loss in CHOICES["policy_loss"]],
         [{"router_shift": shift} for shift in CHOICES["router_shift"] if shift != "none"],
         [
@@ -82,7 +85,36 @@ def pairs() -> list[dict[str, Any]]:
         [{"warmup_steps": 400}],
         [{"temperature": 1.3}],
     ]
+
+
+def pairs() -> list[dict[str, Any]]:
+    """Every option with every option of another kind, where the rules allow the pair."""
     found = []
-    for one, other in itertools.combinations(kinds, 2):
+    for one, other in itertools.combinations(kinds(), 2):
         found += [a | b for a in one for b in other if is_allowed(a | b)]
     return found
+
+
+def covering(wanted: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Combinations of up to `TOGETHER` options that have every pair in `wanted`, found greedily."""
+    left, found = list(wanted), []
+    while left:
+        row = left[0]
+        for _ in range(TOGETHER - 2):
+            options = [option for kind in kinds() for option in kind if fits(option, row)]
+            # The first of those that add the most pairs.
+            row = max([row, *(row | option for option in options)], key=lambda r: count(r, left))
+        found.append(row)
+        left = [pair for pair in left if not pair.items() <= row.items()]
+    return found
+
+
+def fits(option: dict[str, Any], row: dict[str, Any]) -> bool:
+    """Whether an option may be added to a combination."""
+    changes_none = all(row.get(key, value) == value for key, value in option.items())
+    return changes_none and is_allowed(row | option)
+
+
+def count(row: dict[str, Any], wanted: list[dict[str, Any]]) -> int:
+    """Number of pairs that a combination has."""
+    return sum(pair.items() <= row.items() for pair in wanted)

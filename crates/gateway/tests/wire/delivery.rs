@@ -16,7 +16,7 @@ async fn until(mut is_true: impl FnMut() -> bool) {
             tokio::time::sleep(Duration::from_millis(5)).await;
         }
     };
-    tokio::time::timeout(Duration::from_secs(20), waiting).await.unwrap();
+    tokio::time::timeout(Duration::from_mins(1), waiting).await.unwrap();
 }
 
 fn slow(turn: ScriptedTurn) -> ScriptedTurn {

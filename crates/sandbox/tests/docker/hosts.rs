@@ -285,7 +285,7 @@ async fn docker_host_that_starts_late_is_swept_and_used() {
     wait_for_service(&hosts, REMOTE, true).await;
     let start = Instant::now();
     while !fixture.containers()[1].is_empty() {
-        assert!(start.elapsed() < Duration::from_secs(30), "{:?}", fixture.containers());
+        assert!(start.elapsed() < Duration::from_mins(2), "{:?}", fixture.containers());
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
     // The load is one quarter on the local host and zero on the remote one.
@@ -421,7 +421,7 @@ async fn docker_ssh_host_reconnects_after_its_connection_broke() {
     drop(hosts);
     let start = Instant::now();
     while server.connections() > 0 {
-        assert!(start.elapsed() < Duration::from_secs(10), "a connection outlives its provider");
+        assert!(start.elapsed() < Duration::from_mins(1), "a connection outlives its provider");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
     let label = format!("orchestrate.run={run}");
