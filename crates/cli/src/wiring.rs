@@ -196,6 +196,7 @@ pub(crate) async fn engine(
                         absent.push((name, options, error));
                     }
                     EngineErrorKind::Refused { .. }
+                    | EngineErrorKind::ContextFull(_)
                     | EngineErrorKind::InvalidReply(_)
                     | EngineErrorKind::GenerationFailed(_)
                     | EngineErrorKind::Unsupported(_) => return Err(error.into()),

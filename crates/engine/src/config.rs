@@ -5,7 +5,8 @@ use crate::capability::TRAINING_REQUIREMENTS;
 use crate::chat::{ChatServerOptions, TokenLimitField};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
-    Problems, TlsClientFiles, above, between, not_blank, setting_types, settings, variable_name,
+    Problems, TlsClientFiles, above, at_least, between, not_blank, setting_types, settings,
+    variable_name,
 };
 use orchestrate_types::{ConfigProblem, HumanDuration};
 
@@ -37,6 +38,9 @@ settings! {
     /// Whether the model's thinking is sent back to a server of kind `openai`, in the fields in which it
     /// came. Some models demand it after a tool call; others refuse it.
     send_thinking: bool = false;
+    /// Length in tokens of the context of a model on a server of kind `openai` that does not report it. With
+    /// it, a conversation that fills the context is truncated even if the server's error has no code for it.
+    context: Option<usize> = None => "as the server reports it", at_least(1);
     /// Base URLs of several servers of the same model (a fleet), instead of `url`.
     urls: Option<Vec<String>> = None => "none";
     /// Base URL of kind `http` whose host name stands for several servers, instead of `url`. The
@@ -174,6 +178,7 @@ impl EngineSettings {
             send_sampling: self.send_sampling,
             send_seed: self.send_seed,
             send_thinking: self.send_thinking,
+            context: self.context,
             temperature,
             top_p,
             max_tokens,

@@ -35,6 +35,8 @@ pub struct ChatServerOptions {
     pub send_seed: bool,
     /// Whether the model's thinking is sent back with its turns.
     pub send_thinking: bool,
+    /// Length of the model's context in tokens; `None` if only the server may know it.
+    pub context: Option<usize>,
     /// Temperature of the run, for the probe.
     pub temperature: f32,
     /// Nucleus of the run, for the probe.
@@ -50,6 +52,7 @@ impl Default for ChatServerOptions {
             send_sampling: true,
             send_seed: true,
             send_thinking: false,
+            context: None,
             temperature: 1.0,
             top_p: 1.0,
             max_tokens: 16,
