@@ -25,15 +25,12 @@ use reply::read;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 use tokio::sync::Semaphore;
 
 const COMPLETIONS: &str = "/v1/chat/completions";
 const MODELS: &str = "/v1/models";
 /// Maximum size of one reply in bytes, far more than a turn has.
 const REPLY_LIMIT: usize = 16 << 20;
-/// Deadline of the probe's short reply. It is long because a server that is warming up is slow.
-const PROBE_DEADLINE: Duration = Duration::from_mins(2);
 /// The only policy version of a chat server: its weights cannot be updated.
 const VERSION: PolicyVersion = PolicyVersion(0);
 /// Tokens that a server's template may add to a prompt, whose length is only known by our own.
@@ -316,8 +313,8 @@ impl Engine for ChatClient {
 
 #[async_trait]
 impl Worker for ChatClient {
-    /// Has a short conversation with a tool call, with the fields of a run's requests: it shows whether the
-    /// model exists, the API key is accepted, and every field and the second turn are.
+    /// Has a conversation of two turns, with the prompt, the tools and the fields of a run's requests: it shows
+    /// whether the model exists, the API key is accepted, and everything that a run sends is.
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
         let info = self.info().await?;
         let (facts, findings) =

@@ -85,7 +85,7 @@ pub struct TokenPrompt {
 }
 
 /// A prompt in messages. Cloning it does not copy them.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct MessagePrompt {
     /// All messages so far.
     pub messages: Arc<Vec<ChatMessage>>,

@@ -1,8 +1,10 @@
 //! How requests to a chat server differ from the common form.
 
+use crate::request::MessagePrompt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::time::Duration;
 
 /// Name of the field that limits the tokens of a reply.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -43,6 +45,10 @@ pub struct ChatServerOptions {
     pub top_p: f32,
     /// Maximum number of tokens of a reply of the run, for the probe.
     pub max_tokens: usize,
+    /// An opening prompt of the run, with its tools, for the probe.
+    pub prompt: MessagePrompt,
+    /// Time for one reply of the run, for the probe.
+    pub deadline: Duration,
 }
 
 impl Default for ChatServerOptions {
@@ -56,6 +62,8 @@ impl Default for ChatServerOptions {
             temperature: 1.0,
             top_p: 1.0,
             max_tokens: 16,
+            prompt: MessagePrompt::default(),
+            deadline: Duration::from_mins(2),
         }
     }
 }

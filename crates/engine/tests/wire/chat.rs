@@ -276,7 +276,7 @@ async fn probed(chat: ChatServerOptions, refuses: Refuses) -> (Vec<String>, Vec<
         "/v1/models" => models(None),
         _ if refuses(body) => Reply::Now(400, r#"{"error": {"message": "no"}}"#.to_owned()),
         _ => {
-            let function = json!({"name": "echo", "arguments": "{}"});
+            let function = json!({"name": "bash", "arguments": "{}"});
             let call = json!({"id": "c1", "type": "function", "function": function});
             let message = json!({"content": null, "reasoning_content": "hm", "tool_calls": [call]});
             let choice = json!({"index": 0, "message": message, "finish_reason": "tool_calls"});
@@ -284,6 +284,11 @@ async fn probed(chat: ChatServerOptions, refuses: Refuses) -> (Vec<String>, Vec<
         }
     })
     .await;
+    // The run's own prompt and tools.
+    let mut chat = chat;
+    if let Prompt::Messages(prompt) = chat_request().prompt {
+        chat.prompt = prompt;
+    }
     let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
     let report = client.probe().await.unwrap();
     let found = report.refusals().map(ToString::to_string).collect();
@@ -317,11 +322,13 @@ async fn a_probe_sends_what_a_run_sends_and_a_second_turn() {
         assert_eq!(body["top_p"], 0.75);
         assert_eq!(body["max_tokens"], 4096);
         assert_eq!(body["seed"], i32::MAX);
-        assert!(body["tools"].is_array());
+        assert_eq!(body["tools"], json!([{"type": "function", "function": {"name": "bash"}}]));
+        assert_eq!(body["messages"][0], json!({"role": "system", "content": "mend"}));
+        assert_eq!(body["messages"][1], json!({"role": "user", "content": "it is broken"}));
     }
     let second = bodies[1]["messages"].as_array().unwrap();
     assert_eq!(second[2]["reasoning_content"], "hm");
-    assert_eq!(second[3], json!({"role": "tool", "content": "ping", "tool_call_id": "c1"}));
+    assert_eq!(second[3], json!({"role": "tool", "content": "(no output)", "tool_call_id": "c1"}));
 }
 
 #[tokio::test]
