@@ -201,7 +201,7 @@ mod tests {
         let schemas = Scaffold::Tools.tool_schemas();
         assert_eq!(prompt.tools.len(), schemas.len() + 1);
         assert_eq!(prompt.tools.last(), Some(&server_tool));
-        assert_eq!(sample(Scaffold::Mini, true).tools.as_slice(), [server_tool.clone()]);
+        assert_eq!(*sample(Scaffold::Mini, true).tools, std::slice::from_ref(&server_tool));
         assert!(sample(Scaffold::Tools, false).tools.is_empty());
         let [system, task] = prompt.messages.as_slice() else { panic!("{prompt:?}") };
         assert_eq!((system.role.as_str(), system.content.as_str()), ("system", "be brief"));
