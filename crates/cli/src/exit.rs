@@ -186,6 +186,7 @@ fn hint(error: &anyhow::Error) -> Option<&'static str> {
                     "is the server up? check engine.url; orchestrate doctor --engine URL probes it",
                 ),
                 EngineErrorKind::Refused { .. }
+                | EngineErrorKind::ContextFull(_)
                 | EngineErrorKind::InvalidReply(_)
                 | EngineErrorKind::GenerationFailed(_)
                 | EngineErrorKind::Unsupported(_) => None,

@@ -130,6 +130,7 @@ pub(crate) async fn engine(
     settings: &Settings,
     servers: &mut Servers,
     (model, folder): (&Utf8Path, &Utf8Path),
+    server_tools: &[serde_json::Value],
 ) -> anyhow::Result<Fleet> {
     let plan = &settings.engine;
     let shape = shape(plan, model)?;
@@ -172,7 +173,7 @@ pub(crate) async fn engine(
             require_routed_experts: plan.require_routed_experts,
             sync_timeout: plan.sync_timeout.0,
             served_model: plan.served_model.clone(),
-            chat: chat_server_options(settings),
+            chat: chat_server_options(settings, server_tools),
         };
         async move { (url, kind.connect(options.clone(), patience).await, options) }
     });
@@ -196,6 +197,7 @@ pub(crate) async fn engine(
                         absent.push((name, options, error));
                     }
                     EngineErrorKind::Refused { .. }
+                    | EngineErrorKind::ContextFull(_)
                     | EngineErrorKind::InvalidReply(_)
                     | EngineErrorKind::GenerationFailed(_)
                     | EngineErrorKind::Unsupported(_) => return Err(error.into()),
@@ -222,10 +224,17 @@ pub(crate) async fn engine(
 }
 
 /// How requests to a chat server differ from the common form. Chat servers are only evaluated.
-pub(crate) fn chat_server_options(settings: &Settings) -> ChatServerOptions {
+/// `server_tools` are the JSON schemas of the tools of tool servers.
+pub(crate) fn chat_server_options(
+    settings: &Settings,
+    server_tools: &[serde_json::Value],
+) -> ChatServerOptions {
     let rollout = &settings.rollout;
-    let temperature = settings.run.eval_temperature;
-    settings.engine.chat_server_options(temperature, rollout.top_p, rollout.max_response_tokens)
+    settings.engine.chat_server_options(
+        (settings.run.eval_temperature, rollout.top_p),
+        (rollout.max_response_tokens, rollout.generate_timeout.0),
+        rollout.sample_prompt(server_tools),
+    )
 }
 
 /// Runs the capability probe, which samples a few tokens. An unsupported engine fails here, with the
@@ -435,11 +444,12 @@ async fn runner(
     sandboxes: Arc<dyn SandboxProvider>,
 ) -> anyhow::Result<EpisodeRunner> {
     let tool_servers = tool_servers::connect(settings, folder).await?;
+    let schemas = tool_servers.schemas();
     let engine: Arc<dyn Engine> =
-        Arc::new(engine(settings, servers, (&settings.engine.model, folder)).await?);
-    let options = settings.rollout.chat_options(tool_servers.schemas());
+        Arc::new(engine(settings, servers, (&settings.engine.model, folder), schemas).await?);
+    let options = settings.rollout.chat_options(schemas);
     let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
-    let has_tools = !tool_servers.schemas().is_empty();
+    let has_tools = !schemas.is_empty();
     if has_tools && !engine.takes_messages() && !chat.shows_tools() {
         output::say(
             "warning: the chat template shows no tools, so the policy does not see those of the tool \

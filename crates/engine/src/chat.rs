@@ -11,12 +11,12 @@ pub(crate) mod reply;
 use crate::api::{Engine, EngineInfo};
 use crate::capability::{ProbeReport, Worker};
 use crate::client::ClientOptions;
-use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
-use crate::generation::{Finish, MessageReply, Reply};
+use crate::error::{EngineError, EngineErrorKind, ErrorDetail, Refusal};
+use crate::generation::{MessageReply, Reply};
 use crate::http::{ModelList, Server, send};
-use crate::message::{AssistantMessage, ChatMessage};
+use crate::message::ChatMessage;
 use crate::reply::truncated;
-use crate::request::{GenerateRequest, Prompt, Sampling};
+use crate::request::{GenerateRequest, MessagePrompt, Prompt, Sampling};
 use async_trait::async_trait;
 use camino::Utf8Path;
 pub use options::{ChatServerOptions, TokenLimitField};
@@ -25,19 +25,16 @@ use reply::read;
 use serde::{Serialize, Serializer};
 use serde_json::Value;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::time::Duration;
 use tokio::sync::Semaphore;
 
 const COMPLETIONS: &str = "/v1/chat/completions";
 const MODELS: &str = "/v1/models";
 /// Maximum size of one reply in bytes, far more than a turn has.
 const REPLY_LIMIT: usize = 16 << 20;
-/// Deadline of the probe's short reply. It is long because a server that is warming up is slow.
-const PROBE_DEADLINE: Duration = Duration::from_mins(2);
 /// The only policy version of a chat server: its weights cannot be updated.
 const VERSION: PolicyVersion = PolicyVersion(0);
-/// Parts of different servers' messages for a conversation that is longer than the context.
-const TOO_LONG: [&str; 4] = ["context length", "context_length", "context window", "context size"];
+/// Tokens that a server's template may add to a prompt, whose length is only known by our own.
+const TEMPLATE_TOKENS: usize = 64;
 
 /// The client of one OpenAI-compatible chat server.
 #[derive(Debug)]
@@ -46,7 +43,7 @@ pub struct ChatClient {
     /// Name of the model in requests.
     model: String,
     shape: ModelShape,
-    /// Maximum sequence length in tokens, as reported; `usize::MAX` if unknown.
+    /// Maximum sequence length in tokens, as reported or set; `usize::MAX` if unknown.
     context: AtomicUsize,
     permits: Semaphore,
     options: ChatServerOptions,
@@ -138,7 +135,7 @@ impl ChatClient {
             server,
             model,
             shape: unknown_shape(),
-            context: AtomicUsize::new(usize::MAX),
+            context: AtomicUsize::new(options.chat.context.unwrap_or(usize::MAX)),
             permits: Semaphore::new(options.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)),
             options: options.chat,
         })
@@ -169,6 +166,37 @@ impl ChatClient {
         })
     }
 
+    /// The server's message, if it refused a request because the prompt and `max_tokens` tokens are longer
+    /// than the context: a code says so, or the server sent none and the known lengths come to that.
+    ///
+    /// # Errors
+    /// Any other error.
+    fn too_long(
+        &self,
+        error: EngineErrorKind,
+        prompt: &MessagePrompt,
+        max_tokens: usize,
+    ) -> Result<String, EngineErrorKind> {
+        match error {
+            EngineErrorKind::Refused { message, meaning: Refusal::TooLong, .. } => Ok(message),
+            EngineErrorKind::Refused { status: status @ (400 | 413 | 422), message, .. } => {
+                let context = self.context.load(Ordering::Relaxed);
+                // The server may make more of what it has not counted yet.
+                let unsure = prompt.uncounted_tokens() / 4 + TEMPLATE_TOKENS;
+                if prompt.known_tokens() + unsure + max_tokens > context {
+                    return Ok(message);
+                }
+                if context < usize::MAX {
+                    return Err(EngineErrorKind::refused(status, message));
+                }
+                let remedy = "if the conversation is longer than the model's context, set \
+                              engine.context to the context's length in tokens";
+                Err(EngineErrorKind::refused(status, format!("{message} ({remedy})")))
+            }
+            error => Err(error),
+        }
+    }
+
     async fn complete(&self, request: &GenerateRequest) -> Result<MessageReply, EngineErrorKind> {
         let prompt = match &request.prompt {
             Prompt::Messages(prompt) => prompt,
@@ -178,9 +206,9 @@ impl ChatClient {
         };
         // The semaphore is never closed, so this is never an error.
         let _permit = self.permits.acquire().await;
-        let room = self.context.load(Ordering::Relaxed).saturating_sub(prompt.estimated_tokens);
+        let room = self.context.load(Ordering::Relaxed).saturating_sub(prompt.known_tokens());
         let mut max_tokens = request.sampling.max_new_tokens.min(room).max(1);
-        let (finish, message, cached_tokens) = loop {
+        let (finish, message, usage) = loop {
             let wanted = Wanted {
                 messages: &prompt.messages,
                 tools: &prompt.tools,
@@ -191,33 +219,25 @@ impl ChatClient {
             let post = self.server.sampling_request(COMPLETIONS, body, &request.session);
             match send(post, request.deadline, REPLY_LIMIT).await {
                 Ok(body) => break read(&body, prompt.messages.len())?,
-                Err(EngineErrorKind::Refused { status: 400 | 413 | 422, message, .. })
-                    if is_too_long(&message) =>
-                {
+                Err(error) => {
+                    let message = self.too_long(error, prompt, max_tokens)?;
                     if max_tokens == 1 {
-                        // There is no room for a reply, which ends the turn like any full context.
-                        tracing::debug!(message, "the conversation fills the context");
-                        break (Finish::Length, AssistantMessage::default(), 0);
+                        return Err(EngineErrorKind::ContextFull(message));
                     }
                     // The server counts the prompt with its own tokenizer and template, together
                     // with the tokens to sample: fewer of them may fit.
                     max_tokens = max_tokens.div_ceil(4);
                 }
-                Err(error) => return Err(error),
             }
         };
         Ok(MessageReply {
             message,
             finish,
-            cached_tokens: cached_tokens.min(prompt.estimated_tokens),
+            prompt_tokens: usage.prompt,
+            cached_tokens: usage.cached.min(prompt.estimated_tokens),
             worker: self.server.base().to_owned(),
         })
     }
-}
-
-fn is_too_long(message: &str) -> bool {
-    let message = message.to_lowercase();
-    TOO_LONG.iter().any(|part| message.contains(part))
 }
 
 #[async_trait]
@@ -238,6 +258,7 @@ impl Engine for ChatClient {
             };
             context = model.max_model_len;
         }
+        let context = context.into_iter().chain(self.options.context).min();
         self.context.store(context.unwrap_or(usize::MAX), Ordering::Relaxed);
         Ok(EngineInfo {
             engine: "OpenAI-compatible chat server".to_owned(),
@@ -292,31 +313,12 @@ impl Engine for ChatClient {
 
 #[async_trait]
 impl Worker for ChatClient {
-    /// Has a short conversation with a tool call, with the fields of a run's requests: it shows whether the
-    /// model exists, the API key is accepted, and every field and the second turn are.
+    /// Has a conversation of two turns, with the prompt, the tools and the fields of a run's requests: it shows
+    /// whether the model exists, the API key is accepted, and everything that a run sends is.
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
         let info = self.info().await?;
         let (facts, findings) =
             self.converse().await.map_err(|kind| self.server.error(COMPLETIONS, kind))?;
         Ok(ProbeReport { info, facts, findings })
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn every_servers_message_for_a_full_context_is_recognised() {
-        for message in [
-            "This model's maximum context length is 1024 tokens. However, you requested 1100",
-            "Requested token count exceeds the model's maximum context length of 1024 tokens",
-            "the request exceeds the available context size. try increasing the context size",
-            "context_length_exceeded",
-            "prompt is too large for the context window",
-        ] {
-            assert!(is_too_long(message), "{message}");
-        }
-        assert!(!is_too_long("max_tokens is too large"));
     }
 }

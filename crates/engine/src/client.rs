@@ -195,9 +195,12 @@ impl<D: Dialect> Client<D> {
         let tokens = prompt.ids.len();
         let context = self.context();
         let room = context.saturating_sub(tokens);
-        if tokens == 0 || room == 0 {
-            let message = format!("a prompt of {tokens} tokens for a context of {context}");
-            return Err(EngineErrorKind::refused(400, message));
+        if tokens == 0 {
+            return Err(EngineErrorKind::refused(400, "a prompt without tokens"));
+        }
+        if room == 0 {
+            let message = format!("the prompt has {tokens} tokens, and the context {context}");
+            return Err(EngineErrorKind::ContextFull(message));
         }
         // With some backends an id outside the vocabulary crashes the whole server.
         if let Some(id) = prompt.ids.iter().find(|&&id| id as usize >= self.shape.vocab) {
@@ -308,7 +311,8 @@ pub(crate) async fn wait_for_start(
         let transient = match &error.kind {
             EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
             EngineErrorKind::Refused { status, .. } => *status == 503,
-            EngineErrorKind::InvalidReply(_)
+            EngineErrorKind::ContextFull(_)
+            | EngineErrorKind::InvalidReply(_)
             | EngineErrorKind::GenerationFailed(_)
             | EngineErrorKind::Unsupported(_) => false,
         };

@@ -3,11 +3,14 @@
 use crate::EngineKind;
 use crate::capability::TRAINING_REQUIREMENTS;
 use crate::chat::{ChatServerOptions, TokenLimitField};
+use crate::request::MessagePrompt;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
-    Problems, TlsClientFiles, above, between, not_blank, setting_types, settings, variable_name,
+    Problems, SectionKeys as _, TlsClientFiles, above, at_least, between, not_blank, setting_types,
+    settings, variable_name,
 };
 use orchestrate_types::{ConfigProblem, HumanDuration};
+use std::time::Duration;
 
 /// The policy of the `micro` environment, relative to the project's root.
 const MICRO_POLICY: &str = "environments/micro/policy";
@@ -37,6 +40,9 @@ settings! {
     /// Whether the model's thinking is sent back to a server of kind `openai`, in the fields in which it
     /// came. Some models demand it after a tool call; others refuse it.
     send_thinking: bool = false;
+    /// Length in tokens of the context of a model on a server of kind `openai` that does not report it. With
+    /// it, a conversation that fills the context is truncated even if the server's error has no code for it.
+    context: Option<usize> = None => "as the server reports it", at_least(1);
     /// Base URLs of several servers of the same model (a fleet), instead of `url`.
     urls: Option<Vec<String>> = None => "none";
     /// Base URL of kind `http` whose host name stands for several servers, instead of `url`. The
@@ -89,22 +95,58 @@ fn check_together(written: &EngineSection, settings: &EngineSettings, problems: 
         }
         EngineKind::Sglang | EngineKind::Vllm | EngineKind::Openai => {}
     }
-    match (kind, served) {
-        (EngineKind::Openai, served) if served.is_none_or(|name| name.trim().is_empty()) => {
-            let remedy = "must be the model's name on the chat server (see its /v1/models)";
-            problems.missing("served_model", remedy);
-        }
-        (EngineKind::Sglang | EngineKind::Vllm, Some(name)) => {
-            let remedy = "only applies with engine.kind = \"openai\"; remove it";
-            problems.refuse("served_model", name, remedy);
-        }
-        (EngineKind::Openai, _) | (EngineKind::Sglang | EngineKind::Vllm, None) => {}
+    if kind == EngineKind::Openai && served.is_none_or(|name| name.trim().is_empty()) {
+        let remedy = "must be the model's name on the chat server (see its /v1/models)";
+        problems.missing("served_model", remedy);
     }
+    refuse_unread(written, kind, problems);
     if kind == EngineKind::Openai && written.tokenizer.is_none() && written.model.is_none() {
         let remedy = "must be a folder with a tokenizer and a chat template, ideally the served \
                       model's: it counts the tokens of what a chat server writes";
         problems.missing("tokenizer", remedy);
     }
+}
+
+/// Keys that are only read for some kinds of servers, and these kinds.
+const READ_BY: [(&[&str], &[EngineKind]); 2] = [
+    (
+        &[
+            "served_model",
+            "token_limit_field",
+            "send_sampling",
+            "send_seed",
+            "send_thinking",
+            "context",
+        ],
+        &[EngineKind::Openai],
+    ),
+    (&["sync_timeout", "require_routed_experts"], &[EngineKind::Sglang, EngineKind::Vllm]),
+];
+
+/// Refuses keys that the kind does not read, unless they have their default: a resumed run has every key
+/// written out.
+fn refuse_unread(written: &EngineSection, kind: EngineKind, problems: &mut Problems) {
+    let defaults = EngineSection::from_values(&EngineSettings::default());
+    let (written, defaults) = (json(written), json(&defaults));
+    for (keys, kinds) in READ_BY.iter().filter(|(_, kinds)| !kinds.contains(&kind)) {
+        let kinds: Vec<String> = kinds.iter().map(|kind| format!("\"{kind}\"")).collect();
+        let remedy = format!("only applies with engine.kind = {}; remove it", kinds.join(" or "));
+        for key in *keys {
+            let value = written.get(key).filter(|value| !value.is_null());
+            let Some(value) = value.filter(|value| defaults.get(key) != Some(*value)) else {
+                continue;
+            };
+            if !problems.has(key) {
+                let shown = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
+                problems.refuse(key, shown, remedy.as_str());
+            }
+        }
+    }
+}
+
+fn json(section: &EngineSection) -> serde_json::Value {
+    // Cannot fail: text, numbers and lists only.
+    serde_json::to_value(section).unwrap_or_default()
 }
 
 fn check_servers(settings: &EngineSettings, problems: &mut Problems) {
@@ -162,21 +204,25 @@ impl EngineSettings {
     }
 
     /// How requests to a chat server differ from the common form, for a run that samples with
-    /// `temperature` and `top_p`, and up to `max_tokens` tokens at once.
+    /// `temperature` and `top_p`, up to `max_tokens` tokens at once and for at most `deadline`, from prompts
+    /// like `prompt`.
     pub fn chat_server_options(
         &self,
-        temperature: f32,
-        top_p: f32,
-        max_tokens: usize,
+        (temperature, top_p): (f32, f32),
+        (max_tokens, deadline): (usize, Duration),
+        prompt: MessagePrompt,
     ) -> ChatServerOptions {
         ChatServerOptions {
             token_limit_field: self.token_limit_field,
             send_sampling: self.send_sampling,
             send_seed: self.send_seed,
             send_thinking: self.send_thinking,
+            context: self.context,
             temperature,
             top_p,
             max_tokens,
+            prompt,
+            deadline,
         }
     }
 
@@ -275,6 +321,55 @@ mod tests {
         let plan =
             EngineSection { served_model: None, ..section(EngineKind::Vllm) }.check().unwrap();
         assert_eq!(plan.check_training(), Ok(()));
+    }
+
+    #[test]
+    fn keys_that_the_kind_does_not_read_are_refused_by_name() {
+        let url = Some("http://127.0.0.1:1".to_owned());
+        let chat = EngineSection {
+            kind: Some(EngineKind::Openai),
+            url: url.clone(),
+            model: Some("m".to_owned()),
+            served_model: Some("coder".to_owned()),
+            token_limit_field: Some(TokenLimitField::MaxCompletionTokens),
+            send_sampling: Some(false),
+            send_seed: Some(false),
+            send_thinking: Some(true),
+            context: Some(4096),
+            ..Default::default()
+        };
+        assert_eq!(chat.check().unwrap().context, Some(4096));
+        let tokens = EngineSection {
+            url,
+            model: Some("m".to_owned()),
+            sync_timeout: Some(HumanDuration::secs(5)),
+            require_routed_experts: Some(false),
+            ..Default::default()
+        };
+        for kind in [EngineKind::Sglang, EngineKind::Vllm] {
+            let plan = EngineSection { kind: Some(kind), ..tokens.clone() }.check().unwrap();
+            // As a resumed run has it: every key is written out.
+            assert_eq!(EngineSection::from_values(&plan).check(), Ok(plan));
+        }
+        let plan = chat.check().unwrap();
+        assert_eq!(EngineSection::from_values(&plan).check(), Ok(plan));
+        let refused = |section: &EngineSection| -> Vec<String> {
+            let problems = section.check().unwrap_err();
+            assert!(problems.iter().all(|problem| problem.remedy.contains("only applies with")));
+            problems.into_iter().map(|problem| problem.key).collect()
+        };
+        let unread = |index: usize| -> Vec<String> {
+            READ_BY[index].0.iter().map(|key| format!("engine.{key}")).collect()
+        };
+        for kind in [EngineKind::Sglang, EngineKind::Vllm] {
+            assert_eq!(refused(&EngineSection { kind: Some(kind), ..chat.clone() }), unread(0));
+        }
+        let both = EngineSection {
+            sync_timeout: tokens.sync_timeout,
+            require_routed_experts: tokens.require_routed_experts,
+            ..chat
+        };
+        assert_eq!(refused(&both), unread(1));
     }
 
     #[test]

@@ -1,7 +1,7 @@
 //! Errors of engine calls: which engine, which call, what happened, and the error behind it.
 
 use orchestrate_routing::RoutingError;
-use orchestrate_types::Retry;
+use orchestrate_types::{Attribution, Retry};
 use reqwest::header::InvalidHeaderValue;
 use std::error::Error;
 use std::fmt;
@@ -34,7 +34,7 @@ impl EngineError {
                 _ => Retry::Never,
             },
             EngineErrorKind::GenerationFailed(_) => Retry::After(Duration::from_secs(1)),
-            EngineErrorKind::Unsupported(_) => Retry::Never,
+            EngineErrorKind::ContextFull(_) | EngineErrorKind::Unsupported(_) => Retry::Never,
         }
     }
 }
@@ -55,9 +55,14 @@ pub enum EngineErrorKind {
         status: u16,
         /// The server's own message.
         message: String,
+        /// What the codes in the error body mean.
+        meaning: Refusal,
         /// The pause that the server requested (`Retry-After`).
         retry_after: Option<Duration>,
     },
+    /// The conversation leaves no room for a reply in the model's context.
+    #[error("the context is full: {0}")]
+    ContextFull(String),
     /// The reply failed a check. Nothing of it was used.
     #[error("sent an invalid reply: {0}")]
     InvalidReply(#[source] ErrorDetail),
@@ -76,9 +81,24 @@ impl EngineErrorKind {
         Self::Unreachable(detail.into())
     }
 
-    /// [`EngineErrorKind::Refused`] without a requested pause.
+    /// [`EngineErrorKind::Refused`] without a code or a requested pause.
     pub fn refused(status: u16, message: impl Into<String>) -> Self {
-        Self::Refused { status, message: message.into(), retry_after: None }
+        let (message, meaning) = (message.into(), Refusal::Unexplained);
+        Self::Refused { status, message, meaning, retry_after: None }
+    }
+
+    /// Who caused the failure, which decides the outcome of an episode that gets no reply because of it.
+    /// A refusal is ours, whatever it says: the client made the request.
+    pub const fn attribution(&self) -> Attribution {
+        match self {
+            Self::ContextFull(_) => Attribution::Policy,
+            Self::Unreachable(_)
+            | Self::TimedOut(_)
+            | Self::Refused { .. }
+            | Self::InvalidReply(_)
+            | Self::GenerationFailed(_)
+            | Self::Unsupported(_) => Attribution::Infrastructure,
+        }
     }
 
     /// [`EngineErrorKind::InvalidReply`] for this reason.
@@ -103,6 +123,46 @@ impl EngineErrorKind {
             Some(Cause::Routing(error)) => Some(error),
             Some(_) | None => None,
         }
+    }
+}
+
+/// What the codes in the body of an HTTP error say about the request.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Refusal {
+    /// The prompt, or the prompt with the tokens to sample, is longer than the context.
+    TooLong,
+    /// Nothing that is known: there is no code, or another one.
+    Unexplained,
+}
+
+/// The fields of error bodies, and their values, that mean [`Refusal::TooLong`].
+const TOO_LONG: &[(&str, &str)] = &[
+    // OpenAI's, and that of many servers that follow it.
+    ("code", "context_length_exceeded"),
+    // OpenAI's for one text that is too long by itself.
+    ("code", "string_above_max_length"),
+    // Baidu Qianfan's.
+    ("code", "tokens_too_long"),
+    ("code", "characters_too_long"),
+    // llama.cpp's.
+    ("type", "exceed_context_size_error"),
+    // Anthropic's for a body that is larger than any prompt may be.
+    ("type", "request_too_large"),
+    // vLLM's name of the prompt's length. Its `code` is the status.
+    ("param", "input_tokens"),
+];
+
+impl Refusal {
+    /// The meaning of an error body: of the fields of its `error`, or of its own, where there is none.
+    pub(crate) fn of(body: &[u8]) -> Self {
+        let Ok(body) = serde_json::from_slice::<serde_json::Value>(body) else {
+            return Self::Unexplained;
+        };
+        let error = body.get("error").filter(|error| error.is_object()).unwrap_or(&body);
+        let says = |(field, value): &(&str, &str)| {
+            error.get(field).and_then(serde_json::Value::as_str) == Some(value)
+        };
+        if TOO_LONG.iter().any(says) { Self::TooLong } else { Self::Unexplained }
     }
 }
 
@@ -220,5 +280,60 @@ mod tests {
         let plain = EngineErrorKind::invalid_reply("`choices`: missing");
         assert_eq!(plain.to_string(), "sent an invalid reply: `choices`: missing");
         assert!(plain.routing().is_none());
+    }
+    /// The kind after this one, for each kind once; the match is to list every kind.
+    fn next(kind: &EngineErrorKind) -> Option<EngineErrorKind> {
+        Some(match kind {
+            EngineErrorKind::Unreachable(_) => EngineErrorKind::TimedOut(Duration::ZERO),
+            EngineErrorKind::TimedOut(_) => EngineErrorKind::refused(400, "no"),
+            EngineErrorKind::Refused { .. } => EngineErrorKind::ContextFull("full".to_owned()),
+            EngineErrorKind::ContextFull(_) => EngineErrorKind::invalid_reply("bad"),
+            EngineErrorKind::InvalidReply(_) => EngineErrorKind::generation_failed("busy"),
+            EngineErrorKind::GenerationFailed(_) => EngineErrorKind::unsupported("old"),
+            EngineErrorKind::Unsupported(_) => return None,
+        })
+    }
+
+    #[test]
+    fn every_kind_is_documented_with_whose_doing_it_is_and_only_a_full_context_is_the_policys() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/outcomes.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        let first = EngineErrorKind::unreachable("gone");
+        let kinds: Vec<_> = std::iter::successors(Some(first), next).collect();
+        for kind in &kinds {
+            let variant = format!("{kind:?}");
+            let name = variant.split([' ', '(', '{']).next().unwrap();
+            let is_full = matches!(kind, EngineErrorKind::ContextFull(_));
+            let expected = if is_full { Attribution::Policy } else { Attribution::Infrastructure };
+            assert_eq!(kind.attribution(), expected, "{name}");
+            let row = format!("| `{name}` | {} |", kind.attribution().name());
+            assert!(page.contains(&row), "docs/src/outcomes.md lacks {row}");
+        }
+        assert_eq!(kinds.len(), 7);
+    }
+
+    #[test]
+    fn every_code_for_a_full_context_is_read_where_servers_put_it_and_documented() {
+        let path = concat!(env!("CARGO_MANIFEST_DIR"), "/../../docs/src/outcomes.md");
+        let page = std::fs::read_to_string(path).unwrap();
+        for (field, value) in TOO_LONG {
+            let fields = serde_json::json!({"message": "no", *field: value});
+            for body in [&fields, &serde_json::json!({"type": "error", "error": fields})] {
+                let body = body.to_string();
+                assert_eq!(Refusal::of(body.as_bytes()), Refusal::TooLong, "{body}");
+            }
+            let row = format!("| `{field}` | `{value}` |");
+            assert!(page.contains(&row), "docs/src/outcomes.md lacks {row}");
+        }
+        for body in [
+            r#"{"error": {"message": "context_length_exceeded", "code": 400}}"#,
+            r#"{"error": {"code": null, "type": "BadRequestError", "param": "temperature"}}"#,
+            r#"{"error": "maximum context length"}"#,
+            r#"{"code": {"context_length_exceeded": 1}}"#,
+            "context_length_exceeded",
+            "",
+        ] {
+            assert_eq!(Refusal::of(body.as_bytes()), Refusal::Unexplained, "{body}");
+        }
     }
 }

@@ -77,6 +77,8 @@ pub struct MessageReply {
     pub message: AssistantMessage,
     /// Why sampling stopped.
     pub finish: Finish,
+    /// Tokens of the prompt as the server counted them; `None` if it does not say.
+    pub prompt_tokens: Option<usize>,
     /// Prompt tokens found in the prefix cache, at most
     /// [`MessagePrompt::estimated_tokens`](crate::MessagePrompt::estimated_tokens).
     pub cached_tokens: usize,

@@ -1,6 +1,6 @@
 //! One HTTP exchange with an engine: bounded in time and bytes, with errors of our own types.
 
-use crate::error::{EngineError, EngineErrorKind, ErrorDetail};
+use crate::error::{EngineError, EngineErrorKind, ErrorDetail, Refusal};
 use crate::frames::{Frames, error_of};
 use bytes::Bytes;
 use orchestrate_settings::TlsClientPem;
@@ -362,7 +362,8 @@ async fn refusal(mut response: Response) -> EngineErrorKind {
         }
     }
     let message = error_message(&body).unwrap_or_else(|| excerpt(&body));
-    EngineErrorKind::Refused { status: status.as_u16(), message, retry_after }
+    let meaning = Refusal::of(&body);
+    EngineErrorKind::Refused { status: status.as_u16(), message, meaning, retry_after }
 }
 
 /// The pause that `Retry-After` requests, in seconds. The date form is ignored: it would need

@@ -142,6 +142,7 @@ fn may_be_another_kind(kind: &EngineErrorKind) -> bool {
         EngineErrorKind::InvalidReply(_) => true,
         EngineErrorKind::Unreachable(_)
         | EngineErrorKind::TimedOut(_)
+        | EngineErrorKind::ContextFull(_)
         | EngineErrorKind::GenerationFailed(_)
         | EngineErrorKind::Unsupported(_) => false,
     }

@@ -35,13 +35,14 @@ pub use chat::{ChatClient, ChatServerOptions, TokenLimitField, unknown_shape};
 pub use client::{Client, ClientOptions};
 pub use config::{EngineSection, EngineSettings};
 pub use dialect::Dialect;
-pub use error::{EngineError, EngineErrorKind, ErrorDetail};
+pub use error::{EngineError, EngineErrorKind, ErrorDetail, Refusal};
 pub use fleet::{Fleet, FleetOptions, FleetWorker, WorkerStatus, discover};
 pub use generation::{Finish, Generation, MessageReply, Reply, SampledTokens, VersionSpan};
 pub use kind::EngineKind;
 pub use message::{AssistantMessage, ChatMessage, FunctionCall, Thinking, ToolCall};
 pub use request::{
-    GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenListener, TokenPrompt,
+    CountedPrompt, GenerateRequest, MessagePrompt, Prompt, Sampling, SessionOpening, TokenListener,
+    TokenPrompt,
 };
 pub use sglang::Sglang;
 pub use vllm::Vllm;
@@ -68,7 +69,7 @@ pub mod fuzzing {
     pub fn chat_reply(
         body: &[u8],
         messages: usize,
-    ) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
-        crate::chat::reply::read(body, messages)
+    ) -> Result<(Finish, AssistantMessage), EngineErrorKind> {
+        crate::chat::reply::read(body, messages).map(|(finish, message, _)| (finish, message))
     }
 }

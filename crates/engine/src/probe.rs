@@ -67,6 +67,7 @@ fn is_unreachable(kind: &EngineErrorKind) -> bool {
     match kind {
         EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
         EngineErrorKind::Refused { .. }
+        | EngineErrorKind::ContextFull(_)
         | EngineErrorKind::InvalidReply(_)
         | EngineErrorKind::GenerationFailed(_)
         | EngineErrorKind::Unsupported(_) => false,

@@ -85,7 +85,7 @@ pub struct TokenPrompt {
 }
 
 /// A prompt in messages. Cloning it does not copy them.
-#[derive(Debug, Clone, Default)]
+#[derive(Debug, Clone, Default, PartialEq)]
 pub struct MessagePrompt {
     /// All messages so far.
     pub messages: Arc<Vec<ChatMessage>>,
@@ -93,6 +93,31 @@ pub struct MessagePrompt {
     pub tools: Arc<Vec<serde_json::Value>>,
     /// Length in tokens by our own tokenizer and template, which may differ from the server's.
     pub estimated_tokens: usize,
+    /// The prompt of the conversation's last reply; `None` before the first one.
+    pub counted: Option<CountedPrompt>,
+}
+
+/// Length in tokens of an earlier prompt of the same conversation.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct CountedPrompt {
+    /// As [`MessagePrompt::estimated_tokens`].
+    pub estimated: usize,
+    /// As the server reported it with its reply.
+    pub reported: usize,
+}
+
+impl MessagePrompt {
+    /// Estimated tokens of what the server has not counted yet.
+    pub(crate) fn uncounted_tokens(&self) -> usize {
+        let counted = self.counted.map_or(0, |counted| counted.estimated);
+        self.estimated_tokens.saturating_sub(counted)
+    }
+
+    /// Length in tokens as well as it is known: what the server counted, and an estimate of the rest.
+    pub(crate) fn known_tokens(&self) -> usize {
+        let counted = self.counted.map_or(0, |counted| counted.reported);
+        counted.saturating_add(self.uncounted_tokens())
+    }
 }
 
 /// A conversation that is about to start.

@@ -89,6 +89,7 @@ impl Attempt {
             Ok(sampled) => sampled,
             Err(NoReply::Stopped) => return EpisodeEvent::StopRequested,
             Err(NoReply::TimeUp) => return EpisodeEvent::TimeUp,
+            Err(NoReply::ContextFull(error)) => return EpisodeEvent::ContextFull { error },
             Err(NoReply::Failed(error)) => return failed(Stage::Generate, error),
         };
         if sampled.tokens > 0 {

@@ -2,12 +2,15 @@
 
 use crate::api::Message;
 use crate::chat::ChatOptions;
+use crate::dialogue::Dialogue;
 use crate::machine::EpisodeLimits;
 use crate::prefix::History;
 use crate::scaffold::{Prompts, Scaffold};
 use crate::tool_server::{self, ToolServerSettings};
+use orchestrate_engine::MessagePrompt;
 use orchestrate_settings::{Problems, above, at_least, satisfies, setting_types, settings};
 use orchestrate_tasks::Task;
+use orchestrate_tasks::micro::{self, MicroCounts};
 use orchestrate_types::HumanDuration;
 
 setting_types!(Scaffold, History);
@@ -126,6 +129,15 @@ impl RolloutSettings {
         }
     }
 
+    /// The opening prompt of an episode with a chat server, about a small task of our own: the server's probe
+    /// sends it, so that it shows what the server says about the prompts and tools of the run.
+    pub fn sample_prompt(&self, server_tools: &[serde_json::Value]) -> MessagePrompt {
+        let counts = MicroCounts { train: 1, held_out: 0, held_out_families: 0 };
+        let tasks = micro::generate(0, counts);
+        let messages = tasks.first().map(|task| self.opening(task)).unwrap_or_default();
+        Dialogue::open(&messages, &self.chat_options(server_tools).tools).prompt(0)
+    }
+
     /// The opening messages of a task.
     pub fn opening(&self, task: &Task) -> Vec<Message> {
         let prompts =
@@ -170,6 +182,31 @@ mod tests {
         ];
         assert_eq!(keys, expected.map(|key| format!("rollout.{key}")));
         assert_eq!(problems[0].to_string(), "rollout.group_size = 0: must be at least 1");
+    }
+
+    #[test]
+    fn the_sample_prompt_has_the_messages_and_tools_of_each_scaffold() {
+        let server_tool = serde_json::json!({"function": {"name": "search"}});
+        let sample = |scaffold, show_tools| {
+            let section = RolloutSection {
+                scaffold: Some(scaffold),
+                show_tools: Some(show_tools),
+                system_prompt: Some("be brief".to_owned()),
+                task_prompt: Some("mend: {problem_statement}".to_owned()),
+                ..RolloutSection::default()
+            };
+            section.check().unwrap().sample_prompt(std::slice::from_ref(&server_tool))
+        };
+        let prompt = sample(Scaffold::Tools, true);
+        let schemas = Scaffold::Tools.tool_schemas();
+        assert_eq!(prompt.tools.len(), schemas.len() + 1);
+        assert_eq!(prompt.tools.last(), Some(&server_tool));
+        assert_eq!(*sample(Scaffold::Mini, true).tools, std::slice::from_ref(&server_tool));
+        assert!(sample(Scaffold::Tools, false).tools.is_empty());
+        let [system, task] = prompt.messages.as_slice() else { panic!("{prompt:?}") };
+        assert_eq!((system.role.as_str(), system.content.as_str()), ("system", "be brief"));
+        assert!(task.role == "user" && task.content.starts_with("mend: "), "{task:?}");
+        assert!(task.content.len() > 50, "{task:?}");
     }
 
     #[test]

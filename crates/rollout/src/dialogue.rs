@@ -9,7 +9,7 @@ use crate::api::Message;
 use crate::scaffold::{WrittenTurn, call_text};
 use crate::template::with_strings;
 use crate::tool_format::ToolFormat;
-use orchestrate_engine::{AssistantMessage, ChatMessage, MessagePrompt, Thinking};
+use orchestrate_engine::{AssistantMessage, ChatMessage, CountedPrompt, MessagePrompt, Thinking};
 use std::sync::Arc;
 
 /// Control tokens of common models that do not have the form `<|name|>`.
@@ -30,6 +30,8 @@ pub(crate) struct Dialogue {
     tools: Arc<Vec<serde_json::Value>>,
     /// Ids of the last turn's tool calls.
     call_ids: Vec<String>,
+    /// The prompt of the last reply whose length the server reported.
+    counted: Option<CountedPrompt>,
 }
 
 /// A turn as text.
@@ -51,6 +53,7 @@ impl Dialogue {
             messages: Arc::new(messages.collect()),
             tools: Arc::new(tools.collect()),
             call_ids: Vec::new(),
+            counted: None,
         }
     }
 
@@ -60,7 +63,13 @@ impl Dialogue {
             messages: Arc::clone(&self.messages),
             tools: Arc::clone(&self.tools),
             estimated_tokens,
+            counted: self.counted,
         }
+    }
+
+    /// Keeps the length of the last prompt as the server reported it.
+    pub(crate) fn count(&mut self, counted: CountedPrompt) {
+        self.counted = Some(counted);
     }
 
     /// Adds the policy's turn.

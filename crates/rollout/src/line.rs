@@ -12,11 +12,11 @@ use crate::dialogue::{Dialogue, TurnText};
 use crate::prefill::{PrefillKey, PrefillLeader, PrefillLeaders, PrefillRole};
 use crate::rows::{EpisodeRows, RowSharing, RowsRefused};
 use orchestrate_engine::{
-    Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply, SampledTokens,
-    Sampling, SessionOpening, TokenListener, TokenPrompt, VersionSpan,
+    CountedPrompt, Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply,
+    SampledTokens, Sampling, SessionOpening, TokenListener, TokenPrompt, VersionSpan,
 };
 use orchestrate_routing::{MixedRows, RoutingMask};
-use orchestrate_types::{ModelShape, PolicyVersion, RequestId, Retry, TokenId};
+use orchestrate_types::{Attribution, ModelShape, PolicyVersion, RequestId, Retry, TokenId};
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -104,6 +104,8 @@ pub(crate) enum NoReply {
     Stopped,
     /// The agent's time is up.
     TimeUp,
+    /// The prompt fills the engine's context, which may be shorter than the limits of the episode.
+    ContextFull(String),
     /// No tries are left, or the error cannot be retried.
     Failed(String),
 }
@@ -376,7 +378,12 @@ impl Line {
                         (problem, Retry::Now)
                     }
                 },
-                Err(error) => (error.to_string(), error.retry()),
+                Err(error) => match error.kind.attribution() {
+                    Attribution::Policy => return Err(NoReply::ContextFull(error.to_string())),
+                    Attribution::Environment | Attribution::Infrastructure => {
+                        (error.to_string(), error.retry())
+                    }
+                },
             };
             let is_last = tries >= MAX_TRIES || tries - pauses >= MAX_REPLY_TRIES;
             if is_last || self.routing_problem.is_some() {
@@ -410,6 +417,9 @@ impl Line {
         let Some(dialogue) = &mut self.dialogue else {
             return Err(failed(&MESSAGE_MISMATCH));
         };
+        if let Some(reported) = reply.prompt_tokens {
+            dialogue.count(CountedPrompt { estimated: self.buffer.prompt_len(), reported });
+        }
         let TurnText { text, kept } = dialogue.push_turn(reply.message);
         let mut output_ids = calls.chat.encode(&kept).map_err(|error| failed(&error))?;
         if reply.finish == Finish::Stop {

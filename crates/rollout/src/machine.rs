@@ -11,12 +11,14 @@
 //! | `AgentRunning`, offered to workers | `Returned` | `Ended` `Scored`, or `Truncated` if a limit was reached | `Finish` |
 //! | `AgentRunning` | `AgentEnded` | `Grading`, truncated if a limit ended it | `Grade` |
 //! | `SandboxReady` | `PromptRendered`, room left | `Generating` turn 0 | `Generate` |
-//! | `SandboxReady` | `PromptRendered`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
+//! | `SandboxReady` | `PromptRendered`, no room | `Ended` `Broken{Setup}` | `Finish` |
 //! | `Generating` | `Generated`, stop | `Acting` | `Act` |
 //! | `Generating` | `Generated`, length | `Grading` truncated by `ResponseTokens` or `SequenceTokens` | `Grade` |
 //! | `Generating` | `Generated`, abort, room left | `Generating`, same turn | `Generate`, resumed |
 //! | `Generating` | `Generated`, abort, no room | `Grading` truncated | `Grade` |
 //! | `Generating` | `Generated`, aborted too often | `Ended` `Broken{Generate}` | `Finish` |
+//! | `Generating` | `ContextFull`, something was sampled | `Grading` truncated by `SequenceTokens` | `Grade` |
+//! | `Generating` | `ContextFull`, nothing was sampled | `Ended` `Broken{Setup}` | `Finish` |
 //! | `Acting` | `Acted`, submitted | `Grading` | `Grade` |
 //! | `Acting` | `Acted`, no turns left | `Grading` truncated by `Turns` | `Grade` |
 //! | `Acting` | `Acted`, no room | `Grading` truncated by `SequenceTokens` | `Grade` |
@@ -102,6 +104,11 @@ pub enum EpisodeEvent {
         sampled: usize,
         /// Length of the whole sequence so far, in tokens.
         total_tokens: usize,
+    },
+    /// The prompt fills the engine's context.
+    ContextFull {
+        /// The engine's error, for a person.
+        error: String,
     },
     /// The turn's calls were performed.
     Acted {
@@ -222,6 +229,7 @@ impl EpisodeMachine {
     /// # Errors
     /// [`IllegalTransition`] for an event that the current phase does not allow; the phase does not
     /// change.
+    #[expect(clippy::too_many_lines, reason = "one arm per transition")]
     pub fn step(&mut self, event: EpisodeEvent) -> Result<EpisodeCommand, IllegalTransition> {
         let (next, command) = match (&self.phase, &event) {
             (EpisodePhase::Created, EpisodeEvent::SandboxOpened) if self.has_agent => {
@@ -234,12 +242,27 @@ impl EpisodeMachine {
                 (EpisodePhase::SandboxReady, EpisodeCommand::RenderPrompt)
             }
             (EpisodePhase::SandboxReady, EpisodeEvent::PromptRendered { tokens }) => {
-                self.generate(0, *tokens)
+                if *tokens >= self.limits.max_sequence_tokens {
+                    let limit = self.limits.max_sequence_tokens;
+                    end(unsuitable_prompt(&format!(
+                        "it has {tokens} tokens, and the limit {limit}"
+                    )))
+                } else {
+                    self.generate(0, *tokens)
+                }
             }
             (
                 EpisodePhase::Generating { turn, sampled: before, aborts },
                 EpisodeEvent::Generated { finish, sampled, total_tokens },
             ) => self.generated(finish, *turn, before + sampled, *aborts, *total_tokens),
+            // Nothing that the policy did can be the reason.
+            (
+                EpisodePhase::Generating { turn: 0, sampled: 0, .. },
+                EpisodeEvent::ContextFull { error },
+            ) => end(unsuitable_prompt(error)),
+            (EpisodePhase::Generating { .. }, EpisodeEvent::ContextFull { .. }) => {
+                grade(Some(Limit::SequenceTokens))
+            }
             (
                 EpisodePhase::Acting { turn },
                 EpisodeEvent::Acted { submitted, next_prompt_tokens },
@@ -312,6 +335,7 @@ impl EpisodeMachine {
                 EpisodeEvent::SandboxOpened
                 | EpisodeEvent::PromptRendered { .. }
                 | EpisodeEvent::Generated { .. }
+                | EpisodeEvent::ContextFull { .. }
                 | EpisodeEvent::Acted { .. }
                 | EpisodeEvent::AgentEnded { .. }
                 | EpisodeEvent::Returned { .. }
@@ -349,9 +373,7 @@ impl EpisodeMachine {
     ) -> (EpisodePhase, EpisodeCommand) {
         let room = self.limits.max_sequence_tokens.saturating_sub(total_tokens);
         let response_room = self.limits.max_response_tokens.saturating_sub(sampled);
-        // No tokens at all: the engine's context is shorter than the episode's limit.
-        let is_full = room == 0 || sampled == 0;
-        let limit = if is_full { Limit::SequenceTokens } else { Limit::ResponseTokens };
+        let limit = if room == 0 { Limit::SequenceTokens } else { Limit::ResponseTokens };
         match finish {
             Finish::Stop => (EpisodePhase::Acting { turn }, EpisodeCommand::Act),
             Finish::Length => grade(Some(limit)),
@@ -374,6 +396,14 @@ impl EpisodeMachine {
 
 fn grade(truncated_by: Option<Limit>) -> (EpisodePhase, EpisodeCommand) {
     (EpisodePhase::Grading { truncated_by }, EpisodeCommand::Grade)
+}
+
+/// The outcome of an episode whose prompt leaves no room for the first reply: the task's, or the
+/// settings' fault.
+fn unsuitable_prompt(why: &str) -> Outcome {
+    let remedy = "shorten it, or raise rollout.max_sequence_tokens or the engine's context";
+    let error = format!("the task's prompt leaves no room for a reply ({why}); {remedy}");
+    Outcome::Broken { stage: Stage::Setup, error }
 }
 
 fn end(outcome: Outcome) -> (EpisodePhase, EpisodeCommand) {

@@ -222,7 +222,11 @@ impl FakeEngine {
         let (prompt, shape) = (request.token_ids.len(), &self.shape);
         let outside = request.token_ids.iter().any(|&id| id as usize >= shape.vocab);
         let start = request.routed_experts_start.unwrap_or(0);
-        if prompt == 0 || prompt >= shape.context || outside || start > prompt {
+        if prompt >= shape.context {
+            let message = format!("the prompt has {prompt} tokens");
+            return Err(Self::error(EngineErrorKind::ContextFull(message)));
+        }
+        if prompt == 0 || outside || start > prompt {
             let message = "the prompt cannot be served";
             return Err(Self::error(EngineErrorKind::refused(400, message)));
         }

@@ -75,7 +75,7 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
     }
     let urls = args.engine.clone().map_or_else(|| settings.engine.servers(), |url| vec![url]);
     for url in urls {
-        findings.extend(engine(&settings, url).await);
+        findings.extend(engine(&settings, url, &tools).await);
     }
     if args.json {
         output::json(&findings)?;
@@ -298,8 +298,8 @@ fn summary(image: String, results: &[SelfTestResult]) -> anyhow::Result<String> 
 }
 
 /// Probes an inference server: what it is, and each problem that a run would have with it.
-async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
-    let report = match probe(settings, &url).await {
+async fn engine(settings: &Settings, url: String, tools: &[serde_json::Value]) -> Vec<Finding> {
+    let report = match probe(settings, &url, tools).await {
         Ok(report) => report,
         Err(error) => return vec![finding("engine", Err(error))],
     };
@@ -336,7 +336,11 @@ async fn engine(settings: &Settings, url: String) -> Vec<Finding> {
 }
 
 /// Probes a server of any kind; one that the settings name must be of the configured kind.
-async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
+async fn probe(
+    settings: &Settings,
+    url: &str,
+    tools: &[serde_json::Value],
+) -> anyhow::Result<ProbeReport> {
     let plan = &settings.engine;
     let api_key = plan.api_key().map_err(|p| config::ConfigError::Problems(vec![p]))?;
     let tls = plan.tls().read("engine").map_err(|p| config::ConfigError::Problems(vec![p]))?;
@@ -356,7 +360,7 @@ async fn probe(settings: &Settings, url: &str) -> anyhow::Result<ProbeReport> {
         require_routed_experts: plan.require_routed_experts,
         sync_timeout: plan.sync_timeout.0,
         served_model: plan.served_model.clone(),
-        chat: wiring::chat_server_options(settings),
+        chat: wiring::chat_server_options(settings, tools),
     };
     if plan.servers().iter().any(|own| own == url.trim_end_matches('/')) && plan.kind != kind {
         anyhow::bail!(EngineError {

@@ -22,7 +22,7 @@ async fn embedded_servers_require_a_key_that_is_written_nowhere() {
     let settings = config::load(&source).unwrap().check().unwrap();
     let mut servers = servers();
     let model = settings.engine.model.clone();
-    let fleet = Box::pin(engine(&settings, &mut servers, (&model, folder))).await.unwrap();
+    let fleet = Box::pin(engine(&settings, &mut servers, (&model, folder), &[])).await.unwrap();
     let trainer = trainer(&settings, folder, &mut servers).await.unwrap();
     trainer.client.info().await.unwrap();
     let engine_url = fleet.status().remove(0).name;

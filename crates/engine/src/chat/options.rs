@@ -1,8 +1,10 @@
 //! How requests to a chat server differ from the common form.
 
+use crate::request::MessagePrompt;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::fmt;
+use std::time::Duration;
 
 /// Name of the field that limits the tokens of a reply.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, JsonSchema)]
@@ -35,12 +37,18 @@ pub struct ChatServerOptions {
     pub send_seed: bool,
     /// Whether the model's thinking is sent back with its turns.
     pub send_thinking: bool,
+    /// Length of the model's context in tokens; `None` if only the server may know it.
+    pub context: Option<usize>,
     /// Temperature of the run, for the probe.
     pub temperature: f32,
     /// Nucleus of the run, for the probe.
     pub top_p: f32,
     /// Maximum number of tokens of a reply of the run, for the probe.
     pub max_tokens: usize,
+    /// An opening prompt of the run, with its tools, for the probe.
+    pub prompt: MessagePrompt,
+    /// Time for one reply of the run, for the probe.
+    pub deadline: Duration,
 }
 
 impl Default for ChatServerOptions {
@@ -50,9 +58,12 @@ impl Default for ChatServerOptions {
             send_sampling: true,
             send_seed: true,
             send_thinking: false,
+            context: None,
             temperature: 1.0,
             top_p: 1.0,
             max_tokens: 16,
+            prompt: MessagePrompt::default(),
+            deadline: Duration::from_mins(2),
         }
     }
 }

@@ -1,14 +1,14 @@
 //! The probe of a chat server: a conversation of two turns, as a run has them.
 
-use super::{
-    COMPLETIONS, ChatClient, ChatServerOptions, PROBE_DEADLINE, REPLY_LIMIT, Wanted, read,
-};
+use super::{COMPLETIONS, ChatClient, ChatServerOptions, REPLY_LIMIT, Wanted, read};
 use crate::capability::CapabilityFinding;
 use crate::error::EngineErrorKind;
 use crate::http::send;
 use crate::message::{AssistantMessage, ChatMessage};
 use crate::request::Sampling;
-use serde_json::{Value, json};
+
+/// The result of every call: none is performed.
+const OBSERVATION: &str = "(no output)";
 
 /// What the probe reports: facts, and problems.
 type Probed = (Vec<(&'static str, String)>, Vec<CapabilityFinding>);
@@ -19,13 +19,7 @@ impl ChatClient {
     /// # Errors
     /// If the server is unreachable. What it refuses is a finding.
     pub(super) async fn converse(&self) -> Result<Probed, EngineErrorKind> {
-        let mut messages = vec![
-            message("system", "You test a connection."),
-            message(
-                "user",
-                "Call the tool `echo` with the text \"ping\". Then say what it returned.",
-            ),
-        ];
+        let mut messages = self.options.prompt.messages.to_vec();
         let mut facts = vec![("use", "evaluation only".to_owned())];
         for turn in 1..=2 {
             let reply = match self.ask(&messages, &self.options).await {
@@ -49,10 +43,10 @@ impl ChatClient {
             messages.push(ChatMessage { tool_calls, thinking, ..message("assistant", &content) });
             messages.extend(ids.iter().map(|id| ChatMessage {
                 tool_call_id: Some(id.clone()),
-                ..message("tool", "ping")
+                ..message("tool", OBSERVATION)
             }));
             if ids.is_empty() {
-                messages.push(message("user", "no tool call found"));
+                messages.push(message("user", OBSERVATION));
             }
         }
         Ok((facts, Vec::new()))
@@ -64,7 +58,7 @@ impl ChatClient {
         messages: &[ChatMessage],
         options: &ChatServerOptions,
     ) -> Result<AssistantMessage, EngineErrorKind> {
-        let ChatServerOptions { temperature, top_p, max_tokens, .. } = *options;
+        let ChatServerOptions { temperature, top_p, max_tokens, ref prompt, .. } = *options;
         let sampling = Sampling {
             temperature,
             top_p,
@@ -72,10 +66,9 @@ impl ChatClient {
             stop_token_ids: Vec::new(),
             seed: u64::MAX,
         };
-        let tools = [echo_tool()];
-        let wanted = Wanted { messages, tools: &tools, sampling: &sampling, max_tokens };
+        let wanted = Wanted { messages, tools: &prompt.tools, sampling: &sampling, max_tokens };
         let post = self.server.sampling_request(COMPLETIONS, self.body(&wanted, options)?, "probe");
-        let body = send(post, PROBE_DEADLINE, REPLY_LIMIT).await?;
+        let body = send(post, options.deadline, REPLY_LIMIT).await?;
         read(&body, messages.len()).map(|(_, message, _)| message)
     }
 
@@ -101,16 +94,4 @@ impl ChatClient {
 
 fn message(role: &str, content: &str) -> ChatMessage {
     ChatMessage { role: role.to_owned(), content: content.to_owned(), ..ChatMessage::default() }
-}
-
-fn echo_tool() -> Value {
-    json!({"type": "function", "function": {
-        "name": "echo",
-        "description": "Returns its text.",
-        "parameters": {
-            "type": "object",
-            "properties": {"text": {"type": "string"}},
-            "required": ["text"],
-        },
-    }})
 }

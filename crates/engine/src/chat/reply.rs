@@ -51,6 +51,7 @@ struct ReplyCall {
 
 #[derive(Deserialize)]
 struct Usage {
+    prompt_tokens: Option<usize>,
     prompt_tokens_details: Option<Details>,
 }
 
@@ -59,12 +60,21 @@ struct Details {
     cached_tokens: Option<usize>,
 }
 
-/// Parses and checks a reply to a prompt of `messages` messages. Returns the message, why it ended,
-/// and how many prompt tokens were cached.
+/// How many tokens a server counted.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) struct TokenUsage {
+    /// Tokens of the prompt; `None` if they are not reported.
+    pub(crate) prompt: Option<usize>,
+    /// Those that were cached.
+    pub(crate) cached: usize,
+}
+
+/// Parses and checks a reply to a prompt of `messages` messages. Returns why it ended, the message, and how
+/// many tokens the prompt has.
 pub(crate) fn read(
     body: &[u8],
     messages: usize,
-) -> Result<(Finish, AssistantMessage, usize), EngineErrorKind> {
+) -> Result<(Finish, AssistantMessage, TokenUsage), EngineErrorKind> {
     // A model may write one half of a surrogate pair in the arguments of a call.
     let body = mended_json(body);
     let ending: Ending = parse(&body)?;
@@ -89,7 +99,8 @@ pub(crate) fn read(
     if reason == FinishReason::Declined {
         let content = choice.message.as_ref().and_then(|message| message.get("content")?.as_str());
         let content = content.unwrap_or_default().to_owned();
-        return Ok((Finish::Stop, AssistantMessage { content, ..AssistantMessage::default() }, 0));
+        let message = AssistantMessage { content, ..AssistantMessage::default() };
+        return Ok((Finish::Stop, message, TokenUsage::default()));
     }
     let finish = if reason == FinishReason::Length { Finish::Length } else { Finish::Stop };
     let reply: Reply = parse(&body)?;
@@ -113,9 +124,11 @@ pub(crate) fn read(
             .filter(|thinking| thinking.text().is_some()),
         tool_calls: tool_calls.collect(),
     };
-    let details = reply.usage.and_then(|usage| usage.prompt_tokens_details);
-    let cached = details.and_then(|details| details.cached_tokens).unwrap_or(0);
-    Ok((finish, message, cached))
+    let usage = reply.usage.map_or_else(TokenUsage::default, |usage| TokenUsage {
+        prompt: usage.prompt_tokens.filter(|tokens| *tokens > 0),
+        cached: usage.prompt_tokens_details.and_then(|d| d.cached_tokens).unwrap_or(0),
+    });
+    Ok((finish, message, usage))
 }
 
 #[cfg(test)]
@@ -144,8 +157,9 @@ mod tests {
             "usage": {"prompt_tokens": 9, "prompt_tokens_details": {"cached_tokens": 4}},
         });
         let text = body.to_string();
-        let (finish, message, cached) = read(text.as_bytes(), 2).unwrap();
-        assert_eq!((finish, cached, message.content.as_str()), (Finish::Stop, 4, ""));
+        let (finish, message, usage) = read(text.as_bytes(), 2).unwrap();
+        assert_eq!(usage, TokenUsage { prompt: Some(9), cached: 4 });
+        assert_eq!((finish, message.content.as_str()), (Finish::Stop, ""));
         assert_eq!(message.thinking.as_ref().and_then(Thinking::text), Some("look first"));
         let ids: Vec<&str> = message.tool_calls.iter().map(|call| call.id.as_str()).collect();
         assert_eq!(ids, ["c-1", "call-2-1"]);

@@ -90,6 +90,7 @@ pub(super) async fn call(
         // A refusal shows that the worker is alive. A timeout may be a long generation: health
         // checks find out whether the worker is.
         EngineErrorKind::Refused { .. }
+        | EngineErrorKind::ContextFull(_)
         | EngineErrorKind::TimedOut(_)
         | EngineErrorKind::GenerationFailed(_) => CallOutcome::Failed(error),
     }

@@ -84,7 +84,8 @@ fn is_unreachable(error: &EngineError) -> bool {
     match &error.kind {
         EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
         EngineErrorKind::Refused { status, .. } => matches!(status, 502..=504),
-        EngineErrorKind::InvalidReply(_)
+        EngineErrorKind::ContextFull(_)
+        | EngineErrorKind::InvalidReply(_)
         | EngineErrorKind::GenerationFailed(_)
         | EngineErrorKind::Unsupported(_) => false,
     }

@@ -132,6 +132,7 @@ async fn chat_api(options: ClientOptions) {
                 messages: Arc::new(messages),
                 tools: Arc::default(),
                 estimated_tokens: 10,
+                counted: None,
             }),
             sampling: Sampling {
                 temperature: 1.0,

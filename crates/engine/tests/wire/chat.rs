@@ -1,8 +1,8 @@
 //! Chat servers: what they are sent, and how their replies are read.
 
-use crate::server::{Reply, options, request, serve};
+use crate::server::{Reply, SGLANG, VLLM, options, recording, request, serve};
 use orchestrate_engine::{
-    AssistantMessage, ChatClient, ChatMessage, ChatServerOptions, ClientOptions, Engine as _,
+    ChatClient, ChatMessage, ChatServerOptions, ClientOptions, CountedPrompt, Engine as _,
     EngineError, EngineErrorKind, EngineKind, Finish, GenerateRequest, MessagePrompt, MessageReply,
     Prompt, Thinking, TokenLimitField, Worker as _,
 };
@@ -25,6 +25,7 @@ fn chat_request() -> GenerateRequest {
         messages: Arc::new(vec![message("system", "mend"), message("user", "it is broken")]),
         tools: Arc::new(vec![json!({"type": "function", "function": {"name": "bash"}})]),
         estimated_tokens: 100,
+        counted: None,
     };
     GenerateRequest { prompt: Prompt::Messages(prompt), ..request(Vec::new(), 64, None) }
 }
@@ -100,13 +101,94 @@ async fn a_conversation_is_sent_as_messages_and_answered_by_a_message() {
 }
 
 #[tokio::test]
-async fn a_conversation_that_fills_the_context_ends_without_an_error() {
-    let mut tasks = JoinSet::new();
-    let message = "This model's maximum context length is 128 tokens. However, you requested 164";
-    let body = json!({"error": {"message": message, "code": 400}}).to_string();
-    let (client, _seen) = client(&mut tasks, None, move |_| Reply::Now(400, body.clone())).await;
-    let reply = complete(&client, chat_request()).await.unwrap();
-    assert_eq!((reply.finish, reply.message), (Finish::Length, AssistantMessage::default()));
+async fn a_code_for_a_full_context_is_the_policys_end_whatever_the_status_and_the_text() {
+    for (status, error) in [
+        (400, json!({"error": {"message": "no", "code": "context_length_exceeded"}})),
+        (400, json!({"error": {"message": "no", "code": "string_above_max_length"}})),
+        (
+            400,
+            json!({"error": {"code": 400, "message": "no", "type": "exceed_context_size_error"}}),
+        ),
+        (413, json!({"type": "error", "error": {"type": "request_too_large", "message": "no"}})),
+        (500, json!({"object": "error", "message": "no", "code": "context_length_exceeded"})),
+    ] {
+        let mut tasks = JoinSet::new();
+        let body = error.to_string();
+        let answer = move |_: &Value| Reply::Now(status, body.clone());
+        let (client, _seen) = client(&mut tasks, None, answer).await;
+        let error = complete(&client, chat_request()).await.unwrap_err();
+        assert!(matches!(error.kind, EngineErrorKind::ContextFull(_)), "{error}");
+        assert_eq!(error.retry(), Retry::Never);
+    }
+}
+
+/// A prompt whose length by our own tokenizer is `estimated`, after one that the server counted.
+fn long_request(estimated_tokens: usize, counted: Option<CountedPrompt>) -> GenerateRequest {
+    let mut request = chat_request();
+    if let Prompt::Messages(prompt) = &mut request.prompt {
+        (prompt.estimated_tokens, prompt.counted) = (estimated_tokens, counted);
+    }
+    request
+}
+
+#[tokio::test]
+async fn without_a_code_the_known_lengths_decide_and_never_the_text() {
+    let text = "This model's maximum context length is 4096 tokens";
+    let counted = |estimated, reported| Some(CountedPrompt { estimated, reported });
+    let cases = [
+        // Reported or set, the smaller one counts.
+        (Some(4096), None, long_request(4000, None), true),
+        (None, Some(4096), long_request(4000, None), true),
+        (Some(9000), Some(4096), long_request(4000, None), true),
+        (Some(4096), Some(9000), long_request(4000, None), true),
+        (Some(9000), None, long_request(4000, None), false),
+        // Without a length nothing is known, and the error says what to set.
+        (None, None, long_request(4000, None), false),
+        // What the server counted is known, and an estimate of the rest may be short by a quarter.
+        (Some(4096), None, long_request(2000, None), false),
+        (Some(4096), None, long_request(3300, None), true),
+        (Some(4096), None, long_request(2000, counted(1900, 3990)), true),
+        (Some(4096), None, long_request(3400, counted(3300, 2100)), false),
+    ];
+    for (reported, context, request, is_full) in cases {
+        let mut tasks = JoinSet::new();
+        let (url, _seen) = serve(&mut tasks, move |path, _| match path {
+            "/v1/models" => models(reported),
+            _ => Reply::Now(400, json!({"object": "error", "message": text}).to_string()),
+        })
+        .await;
+        let chat = ChatServerOptions { context, ..ChatServerOptions::default() };
+        let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
+        client.info().await.unwrap();
+        let case = format!("{reported:?} {context:?} {:?}", request.prompt);
+        let error = complete(&client, request).await.unwrap_err();
+        assert_eq!(matches!(error.kind, EngineErrorKind::ContextFull(_)), is_full, "{case}");
+        let is_unknown = reported.or(context).is_none();
+        assert_eq!(error.to_string().contains("engine.context"), is_unknown, "{error}");
+    }
+}
+
+#[tokio::test]
+async fn recorded_refusals_of_prompts_that_are_too_long_end_the_episode() {
+    for (server, name) in [(VLLM, "n2_openai"), (SGLANG, "openai")] {
+        let Some(exchanges) = recording(server, name) else { return };
+        let mut refusals = 0;
+        for exchange in exchanges {
+            if exchange["response"]["status"] != 400 {
+                continue;
+            }
+            refusals += 1;
+            let body = exchange["response"]["body_raw"].as_str().unwrap().to_owned();
+            let mut tasks = JoinSet::new();
+            let answer = move |_: &Value| Reply::Now(400, body.clone());
+            // As both servers report it.
+            let (client, _seen) = client(&mut tasks, Some(1024), answer).await;
+            client.info().await.unwrap();
+            let error = complete(&client, long_request(1100, None)).await.unwrap_err();
+            assert!(matches!(error.kind, EngineErrorKind::ContextFull(_)), "{error}");
+        }
+        assert_eq!(refusals, 2, "{server}");
+    }
 }
 
 #[tokio::test]
@@ -116,7 +198,9 @@ async fn a_reply_is_shortened_until_the_server_has_room_for_it() {
         if sent["max_tokens"].as_u64().unwrap() <= 5 {
             return completion("short", "length");
         }
-        Reply::Now(400, r#"{"message": "longer than the context length"}"#.to_owned())
+        let error =
+            json!({"message": "too long", "type": "BadRequestError", "param": "input_tokens"});
+        Reply::Now(400, json!({"error": error}).to_string())
     })
     .await;
     let reply = complete(&client, chat_request()).await.unwrap();
@@ -192,7 +276,7 @@ async fn probed(chat: ChatServerOptions, refuses: Refuses) -> (Vec<String>, Vec<
         "/v1/models" => models(None),
         _ if refuses(body) => Reply::Now(400, r#"{"error": {"message": "no"}}"#.to_owned()),
         _ => {
-            let function = json!({"name": "echo", "arguments": "{}"});
+            let function = json!({"name": "bash", "arguments": "{}"});
             let call = json!({"id": "c1", "type": "function", "function": function});
             let message = json!({"content": null, "reasoning_content": "hm", "tool_calls": [call]});
             let choice = json!({"index": 0, "message": message, "finish_reason": "tool_calls"});
@@ -200,6 +284,11 @@ async fn probed(chat: ChatServerOptions, refuses: Refuses) -> (Vec<String>, Vec<
         }
     })
     .await;
+    // The run's own prompt and tools.
+    let mut chat = chat;
+    if let Prompt::Messages(prompt) = chat_request().prompt {
+        chat.prompt = prompt;
+    }
     let client = ChatClient::new(ClientOptions { chat, ..named(&url) }).unwrap();
     let report = client.probe().await.unwrap();
     let found = report.refusals().map(ToString::to_string).collect();
@@ -233,11 +322,13 @@ async fn a_probe_sends_what_a_run_sends_and_a_second_turn() {
         assert_eq!(body["top_p"], 0.75);
         assert_eq!(body["max_tokens"], 4096);
         assert_eq!(body["seed"], i32::MAX);
-        assert!(body["tools"].is_array());
+        assert_eq!(body["tools"], json!([{"type": "function", "function": {"name": "bash"}}]));
+        assert_eq!(body["messages"][0], json!({"role": "system", "content": "mend"}));
+        assert_eq!(body["messages"][1], json!({"role": "user", "content": "it is broken"}));
     }
     let second = bodies[1]["messages"].as_array().unwrap();
     assert_eq!(second[2]["reasoning_content"], "hm");
-    assert_eq!(second[3], json!({"role": "tool", "content": "ping", "tool_call_id": "c1"}));
+    assert_eq!(second[3], json!({"role": "tool", "content": "(no output)", "tool_call_id": "c1"}));
 }
 
 #[tokio::test]

@@ -116,10 +116,12 @@ async fn the_retry_delay_of_a_busy_server_is_respected() {
 #[tokio::test]
 async fn prompts_that_would_harm_the_server_are_not_sent() {
     let client = SglangClient::new(options("http://127.0.0.1:9")).unwrap();
-    for ids in [vec![], vec![1024], vec![1; 1024]] {
+    for ids in [vec![], vec![1024]] {
         let error = sample(&client, request(ids, 4, None)).await.unwrap_err();
         assert!(matches!(error.kind, EngineErrorKind::Refused { status: 400, .. }), "{error}");
     }
+    let error = sample(&client, request(vec![1; 1024], 4, None)).await.unwrap_err();
+    assert!(matches!(error.kind, EngineErrorKind::ContextFull(_)), "{error}");
 }
 
 #[tokio::test]

@@ -350,6 +350,13 @@ impl Conversation {
                     target.steps.pop();
                 }
                 let end = match no_reply {
+                    // As for a prompt that exceeds the episode's own limit, the agent may go on.
+                    NoReply::ContextFull(_) => {
+                        let prompt = line.buffer.prompt_len();
+                        let limit = self.limits.max_sequence_tokens.min(prompt);
+                        served.answer(Err(AskError::TooLong { prompt, limit }));
+                        return;
+                    }
                     NoReply::Stopped => End::Stopped,
                     NoReply::TimeUp => End::Limit(Limit::EpisodeTime),
                     NoReply::Failed(error) => End::Failed(error),

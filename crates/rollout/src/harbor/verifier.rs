@@ -12,7 +12,7 @@ use orchestrate_tasks::harbor::{
     reward, rewards, seconds,
 };
 use orchestrate_tasks::{Finding, TestStatus, Verdict};
-use orchestrate_types::ByteSize;
+use orchestrate_types::{Attribution, ByteSize};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -40,24 +40,31 @@ pub(crate) enum NoReward {
 }
 
 impl NoReward {
-    /// Whether this is a failure of the task's environment, so that nothing is known about the
-    /// agent's work.
+    /// Who caused it. If the task's environment did, nothing is known about the agent's work.
     ///
     /// No agent makes the task's own tests write a number out of range that could not make them write
     /// any other. In a container that the agent never used, it cannot keep them from writing one
     /// either. In its own container it can, and it can make tests run for ever anywhere: that is its
     /// result, because another attempt would reward it.
-    pub(crate) fn is_environments(&self, is_separate: bool) -> bool {
+    pub(crate) fn attribution(&self, is_separate: bool) -> Attribution {
         match self {
-            Self::Unusable(RewardProblem::OutOfRange(_)) => true,
+            Self::Unusable(RewardProblem::OutOfRange(_)) => Attribution::Environment,
             Self::Unusable(
                 RewardProblem::Missing
                 | RewardProblem::Empty(_)
                 | RewardProblem::Link(_)
                 | RewardProblem::Invalid(_)
                 | RewardProblem::Ambiguous,
-            ) => is_separate,
-            Self::NotRun(_) | Self::TimedOut(_) => false,
+            ) if is_separate => Attribution::Environment,
+            Self::Unusable(
+                RewardProblem::Missing
+                | RewardProblem::Empty(_)
+                | RewardProblem::Link(_)
+                | RewardProblem::Invalid(_)
+                | RewardProblem::Ambiguous,
+            )
+            | Self::NotRun(_)
+            | Self::TimedOut(_) => Attribution::Policy,
         }
     }
 }
@@ -95,7 +102,7 @@ impl GradedStep {
     pub(crate) fn graded(self) -> Result<GradedChange, GradeError> {
         let scalar = self.reward();
         if let Err(problem) = &scalar
-            && problem.is_environments(self.is_separate)
+            && problem.attribution(self.is_separate) != Attribution::Policy
         {
             return Err(GradeError::NoReward(problem.to_string()));
         }
@@ -314,17 +321,20 @@ mod tests {
     fn a_missing_reward_is_the_agents_result_only_where_the_agent_could_cause_it() {
         let timed_out = NoReward::TimedOut(5.0);
         let not_run = NoReward::NotRun("setup.sh failed".to_owned());
+        let (policy, environment) = (Attribution::Policy, Attribution::Environment);
         for (problem, shared, separate) in [
-            (RewardProblem::OutOfRange(37.0).into(), true, true),
-            (RewardProblem::Missing.into(), false, true),
-            (RewardProblem::Empty("reward.txt").into(), false, true),
-            (RewardProblem::Link("reward.json").into(), false, true),
-            (RewardProblem::Invalid("reward.txt").into(), false, true),
-            (RewardProblem::Ambiguous.into(), false, true),
-            (timed_out, false, false),
-            (not_run, false, false),
+            (RewardProblem::OutOfRange(37.0).into(), environment, environment),
+            (RewardProblem::Missing.into(), policy, environment),
+            (RewardProblem::Empty("reward.txt").into(), policy, environment),
+            (RewardProblem::Link("reward.json").into(), policy, environment),
+            (RewardProblem::Invalid("reward.txt").into(), policy, environment),
+            (RewardProblem::Ambiguous.into(), policy, environment),
+            (timed_out, policy, policy),
+            (not_run, policy, policy),
         ] {
-            for (is_separate, broken) in [(false, shared), (true, separate)] {
+            for (is_separate, expected) in [(false, shared), (true, separate)] {
+                assert_eq!(NoReward::attribution(&problem, is_separate), expected, "{problem}");
+                let broken = expected != policy;
                 match step(Err(NoReward::clone(&problem)), is_separate).graded() {
                     Err(GradeError::NoReward(reason)) => {
                         assert!(broken, "{problem}");

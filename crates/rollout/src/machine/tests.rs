@@ -24,6 +24,10 @@ fn generate(turn: u32, resumed: bool, max_new_tokens: usize) -> EpisodeCommand {
     EpisodeCommand::Generate { turn, resumed, max_new_tokens }
 }
 
+fn unsuitable(why: &str) -> (EpisodePhase, EpisodeCommand) {
+    ended(unsuitable_prompt(why))
+}
+
 fn ended(outcome: Outcome) -> (EpisodePhase, EpisodeCommand) {
     (EpisodePhase::Ended(outcome.clone()), EpisodeCommand::Finish(outcome))
 }
@@ -116,6 +120,27 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             "prompt too long",
             ready.clone(),
             EpisodeEvent::PromptRendered { tokens: 100 },
+            unsuitable("it has 100 tokens, and the limit 100").0,
+            unsuitable("it has 100 tokens, and the limit 100").1,
+        ),
+        (
+            "prompt too long for the engine",
+            generating(0, 0, 0),
+            EpisodeEvent::ContextFull { error: "full".to_owned() },
+            unsuitable("full").0,
+            unsuitable("full").1,
+        ),
+        (
+            "engine's context full within the first turn",
+            generating(0, 5, 1),
+            EpisodeEvent::ContextFull { error: "full".to_owned() },
+            truncated_by(Limit::SequenceTokens),
+            EpisodeCommand::Grade,
+        ),
+        (
+            "engine's context full",
+            generating(1, 0, 0),
+            EpisodeEvent::ContextFull { error: "full".to_owned() },
             truncated_by(Limit::SequenceTokens),
             EpisodeCommand::Grade,
         ),
@@ -141,10 +166,10 @@ fn table() -> Vec<(&'static str, EpisodePhase, EpisodeEvent, EpisodePhase, Episo
             EpisodeCommand::Grade,
         ),
         (
-            "engine had no room for a token",
+            "a reply that was cut off before its text",
             generating(1, 0, 0),
             generated(Finish::Length, 0, 40),
-            truncated_by(Limit::SequenceTokens),
+            truncated_by(Limit::ResponseTokens),
             EpisodeCommand::Grade,
         ),
         (
@@ -286,7 +311,7 @@ fn pairs_outside_the_table_are_refused_and_change_nothing() {
             events.push(event.clone());
         }
     }
-    assert_eq!((phases.len(), events.len()), (7, 12), "a phase or an event has no row");
+    assert_eq!((phases.len(), events.len()), (7, 13), "a phase or an event has no row");
     for phase in &phases {
         for event in &events {
             let listed =
@@ -334,6 +359,7 @@ fn any_event() -> impl Strategy<Value = EpisodeEvent> {
         Just(EpisodeEvent::SandboxOpened),
         (0usize..120).prop_map(|tokens| EpisodeEvent::PromptRendered { tokens }),
         (finish, 0usize..25, 0usize..110).prop_map(|(f, s, t)| generated(f, s, t)),
+        Just(EpisodeEvent::ContextFull { error: "x".to_owned() }),
         (any::<bool>(), 0usize..120).prop_map(|(s, t)| acted(s, t)),
         Just(EpisodeEvent::AgentEnded { truncated_by: None }),
         Just(EpisodeEvent::Returned { reward: 1.0, truncated_by: None }),
