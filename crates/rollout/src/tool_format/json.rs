@@ -4,6 +4,7 @@
 
 use super::{CLOSE, Unread};
 use crate::api::Action;
+use orchestrate_types::rounded_integer;
 use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
 use serde_json::{Map, Value};
 use std::fmt;
@@ -23,38 +24,11 @@ pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
     let Some(rest) = rest.trim_start().strip_prefix(CLOSE) else {
         return Err(invalid(format!("its JSON is not followed by {CLOSE}")));
     };
-    if let Some(number) = inexact_integer(json) {
+    if let Some(number) = rounded_integer(json) {
         return Err(Unread::Invalid(rounded(number)));
     }
     let action = serde_json::from_value(value).map_err(|e| Unread::Invalid(e.to_string()))?;
     Ok((action, rest))
-}
-
-/// The first whole number of a JSON text that would be rounded.
-fn inexact_integer(json: &str) -> Option<&str> {
-    let mut rest = json;
-    while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
-        rest = rest.get(at..)?;
-        if let Some(string) = rest.strip_prefix('"') {
-            let mut is_escaped = false;
-            let end = string.find(|c| {
-                let is_end = c == '"' && !is_escaped;
-                is_escaped = c == '\\' && !is_escaped;
-                is_end
-            })?;
-            rest = string.get(end + 1..)?;
-            continue;
-        }
-        let is_part = |c: char| c.is_ascii_digit() || "+-.eE".contains(c);
-        let end = rest.find(|c| !is_part(c)).unwrap_or(rest.len());
-        let (number, after) = rest.split_at(end);
-        let is_whole = !number.contains(['.', 'e', 'E']);
-        if is_whole && number.parse::<i64>().is_err() && number.parse::<u64>().is_err() {
-            return Some(number);
-        }
-        rest = after;
-    }
-    None
 }
 
 /// A JSON value without repeated keys, of which one would have to be dropped.
@@ -125,7 +99,7 @@ impl<'de> Deserialize<'de> for Unique {
 /// numbers.
 pub(super) fn exact(text: &str) -> Result<Value, String> {
     let Unique(value) = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    match inexact_integer(text) {
+    match rounded_integer(text) {
         Some(number) => Err(rounded(number)),
         None => Ok(value),
     }
