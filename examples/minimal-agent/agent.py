@@ -12,10 +12,7 @@ PARAMETERS = {
     "submit": {},
 }
 TOOLS = [
-    {
-        "type": "function",
-        "function": {"name": name, "parameters": {"type": "object", "properties": fields}},
-    }
+    {"type": "function", "function": {"name": name, "parameters": {"type": "object", "properties": fields}}}
     for name, fields in PARAMETERS.items()
 ]
 
@@ -42,9 +39,7 @@ def edit(path, old_str=None, new_str=None, line=None, new=None):
 def main():
     messages = [{"role": "user", "content": os.environ["TASK_PROMPT"]}]
     while True:
-        body = json.dumps(
-            {"model": os.environ["MODEL"], "messages": messages, "tools": TOOLS}
-        ).encode()
+        body = json.dumps({"model": os.environ["MODEL"], "messages": messages, "tools": TOOLS}).encode()
         request = urllib.request.Request(os.environ["OPENAI_BASE_URL"] + "/chat/completions", body)
         request.add_header("content-type", "application/json")
         reply = json.load(urllib.request.urlopen(request))["choices"][0]["message"]
@@ -60,9 +55,7 @@ def main():
                 result = {"bash": bash, "edit": edit}[name](**json.loads(arguments))
             except Exception as error:
                 result = f"{name} call is not valid: {error}"
-            messages.append(
-                {"role": "tool", "tool_call_id": call["id"], "content": result[:10_000]}
-            )
+            messages.append({"role": "tool", "tool_call_id": call["id"], "content": result[:10_000]})
 
 
 main()

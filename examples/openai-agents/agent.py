@@ -5,14 +5,7 @@ import os
 import subprocess
 import sys
 
-from agents import (
-    Agent,
-    OpenAIChatCompletionsModel,
-    OpenAIResponsesModel,
-    Runner,
-    function_tool,
-    set_tracing_disabled,
-)
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
 from openai import AsyncOpenAI
 
 MODELS = {"chat": OpenAIChatCompletionsModel, "responses": OpenAIResponsesModel}
@@ -28,9 +21,7 @@ def bash(command: str) -> str:
 async def main(dialect: str) -> None:
     set_tracing_disabled(True)
     model = MODELS[dialect](model=os.environ["MODEL"], openai_client=AsyncOpenAI())
-    agent = Agent(
-        name="agent", instructions="Solve the task with the tool `bash`.", tools=[bash], model=model
-    )
+    agent = Agent(name="agent", instructions="Solve the task with the tool `bash`.", tools=[bash], model=model)
     result = Runner.run_streamed(agent, os.environ["TASK_PROMPT"], max_turns=100)
     async for _ in result.stream_events():
         pass

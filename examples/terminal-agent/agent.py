@@ -33,9 +33,7 @@ class Terminal:
         termios.tcsetattr(slave, termios.TCSANOW, mode)
         shell = ["/bin/bash", "--norc", "--noprofile"]
         env = {**os.environ, "TERM": "dumb", "HISTFILE": ""}
-        self.shell = subprocess.Popen(
-            shell, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True
-        )
+        self.shell = subprocess.Popen(shell, stdin=slave, stdout=slave, stderr=slave, env=env, start_new_session=True)
         os.close(slave)
         self.output, self.lock = b"", threading.Lock()
         self.reader = threading.Thread(target=self.collect, daemon=True)

@@ -54,8 +54,10 @@ class AgentFailure(Exception):
 
 
 class MalformedCall(AgentFailure):
-    """The arguments of a call are not a JSON object. If an environment does not catch it, that is the
-    policy's result: reward 0."""
+    """The arguments of a call are not a JSON object.
+
+    If an environment does not catch it, this is the policy's result: reward 0.
+    """
 
 
 class EnvironmentFailure(Exception):
