@@ -21,10 +21,11 @@ use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
 pub use hub::HubError;
 use hub::HubSource;
-use orchestrate_types::rounded_integer;
+use orchestrate_types::{UniqueKeys, exact_json};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
+use std::fmt::Display;
 use std::io::{BufRead, BufReader, Chain, Cursor, Read};
 
 /// Maximum size of one row in bytes, which also limits what a small compressed file can expand to.
@@ -426,10 +427,13 @@ impl<R: BufRead> JsonLines<R> {
         if line.trim_ascii() == b"{" {
             let rest = self.text.by_ref().take(ROW_BYTES);
             let mut document = serde_json::Deserializer::from_reader(line.chain(rest));
-            return Value::deserialize(&mut document).map_err(|error| {
-                self.failed = true;
-                format!("is not JSON: {error}")
-            });
+            return match UniqueKeys::deserialize(&mut document) {
+                Ok(UniqueKeys(value)) => Ok(value),
+                Err(error) => {
+                    self.failed = true;
+                    Err(not_json(error))
+                }
+            };
         }
         Err(problem)
     }
@@ -438,16 +442,13 @@ impl<R: BufRead> JsonLines<R> {
 /// The value of an entry.
 ///
 /// # Errors
-/// The reason if it is not JSON, or would lose digits of a number.
+/// The reason if it is not JSON, or would lose a repeated key or digits of a number.
 fn json_value(text: &[u8]) -> Result<Value, String> {
-    let value = serde_json::from_slice(text).map_err(|error| format!("is not JSON: {error}"))?;
-    match std::str::from_utf8(text).ok().and_then(rounded_integer) {
-        None => Ok(value),
-        Some(number) => {
-            let number = printable(number, ID_CHARS);
-            Err(format!("has the number {number} of more than 64 bits; write it as a string"))
-        }
-    }
+    exact_json(text).map_err(not_json)
+}
+
+fn not_json(error: impl Display) -> String {
+    format!("is not JSON: {error}")
 }
 
 /// The elements of a JSON list, found by its brackets and quotes alone, so that an invalid element (one
@@ -524,7 +525,7 @@ fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
 /// An object as it is, or the JSON value that a text contains.
 fn parsed(value: Option<Value>) -> Option<Value> {
     match value? {
-        Value::String(text) => serde_json::from_str(&text).ok(),
+        Value::String(text) => exact_json(text.as_bytes()).ok(),
         inner @ Value::Object(_) => Some(inner),
         _ => None,
     }

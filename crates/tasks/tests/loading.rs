@@ -247,14 +247,15 @@ fn an_invalid_element_of_a_list_does_not_hide_the_others() {
         (ids, bad.into_iter().map(|bad| (bad.row, bad.reason)).collect::<Vec<_>>())
     };
     let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
-    let invalid: [&[u8]; 13] = [
+    let invalid: [&[u8]; 14] = [
+        br#"{"instance_id": "b", "instance_id": "c"}"#,
         br#"{"instance_id": "b", "seed": 18446744073709551616}"#,
         br#"{"instance_id": "b", "score": NaN}"#,
         br#"{"instance_id": "b", "score": 1e999}"#,
         br#"{"instance_id": "b", "text": "\ud83d"}"#,
         b"{\"instance_id\": \"b\", \"text\": \"\xff\"}",
         b"{\"instance_id\": \"b\", \"text\": \"\0\"}",
-        br#"{'instance_id': 'b'}"#,
+        br"{'instance_id': 'b'}",
         br#"{"instance_id": "b",}"#,
         br#"{"instance_id": "b"]"#,
         b"}",
@@ -497,6 +498,15 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
         let error = predictions::read(&folder.file("p", text.as_bytes())).unwrap_err().to_string();
         let all = ["entry 2: has no `model_patch`", "`patch`?; entry", "entry 4: "];
         assert!(all.iter().all(|part| error.contains(part)), "{error}");
+    }
+    for text in [
+        format!(
+            "{good}\n{{\"instance_id\": \"b\", \"model_patch\": \"x\", \"model_patch\": \"\"}}"
+        ),
+        format!("{{\n\"a\": {good},\n\"a\": {good}}}"),
+    ] {
+        let error = predictions::read(&folder.file("p", text.as_bytes())).unwrap_err().to_string();
+        assert!(error.contains("occurs twice"), "{error}");
     }
     let many = json!(vec![bad[0].clone(); 30]).to_string();
     let error = predictions::read(&folder.file("p", many.as_bytes())).unwrap_err().to_string();

@@ -1,6 +1,9 @@
 //! JSON that other programs wrote: about text which is not Unicode, and with numbers of more than 64 bits.
 
+use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Value};
 use std::borrow::Cow;
+use std::fmt;
 
 /// The byte order mark in UTF-8.
 const MARK: &[u8] = b"\xef\xbb\xbf";
@@ -55,6 +58,83 @@ pub fn rounded_integer(json: &str) -> Option<&str> {
         rest = after;
     }
     None
+}
+
+/// Reads a JSON text whose value is exactly what was written: no repeated keys, no rounded whole numbers.
+///
+/// # Errors
+/// What would be lost, or why the text is not JSON.
+pub fn exact_json(text: &[u8]) -> Result<Value, String> {
+    let UniqueKeys(value) = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    match std::str::from_utf8(text).ok().and_then(rounded_integer) {
+        None => Ok(value),
+        Some(number) => Err(format!("the number {number:.60} has more than 64 bits")),
+    }
+}
+
+/// A JSON value without repeated keys, of which one would have to be dropped.
+#[derive(Debug)]
+pub struct UniqueKeys(pub Value);
+
+impl<'de> Deserialize<'de> for UniqueKeys {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct AnyValue;
+        impl<'de> Visitor<'de> for AnyValue {
+            type Value = UniqueKeys;
+
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("a JSON value")
+            }
+
+            fn visit_unit<E>(self) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(Value::Null))
+            }
+
+            fn visit_bool<E>(self, value: bool) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_i64<E>(self, value: i64) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_u64<E>(self, value: u64) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_f64<E>(self, value: f64) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_str<E>(self, value: &str) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_string<E>(self, value: String) -> Result<UniqueKeys, E> {
+                Ok(UniqueKeys(value.into()))
+            }
+
+            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<UniqueKeys, A::Error> {
+                let mut values = Vec::new();
+                while let Some(UniqueKeys(value)) = list.next_element()? {
+                    values.push(value);
+                }
+                Ok(UniqueKeys(values.into()))
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<UniqueKeys, A::Error> {
+                let mut map = Map::new();
+                while let Some((key, UniqueKeys(value))) = entries.next_entry::<String, _>()? {
+                    if map.contains_key(&key) {
+                        return Err(A::Error::custom(format!("the key {key:?} occurs twice")));
+                    }
+                    map.insert(key, value);
+                }
+                Ok(UniqueKeys(map.into()))
+            }
+        }
+        deserializer.deserialize_any(AnyValue)
+    }
 }
 
 /// Whether [`LONG`] digits follow each other anywhere. One of them is at a multiple of [`LONG`].
@@ -149,6 +229,24 @@ mod tests {
         ] {
             assert_eq!(rounded_integer(text), None, "{text}");
         }
+    }
+
+    #[test]
+    fn what_would_be_dropped_or_rounded_is_named() {
+        for (text, part) in [
+            (r#"{"a": 1, "a": 1}"#, "the key \"a\" occurs twice"),
+            (r#"[{"b": {"a": 1, "\u0061": 2}}]"#, "the key \"a\" occurs twice"),
+            ("[18446744073709551616]", "the number 18446744073709551616 has more than 64 bits"),
+            ("NaN", "expected value"),
+            ("1e999", "out of range"),
+            ("1 2", "trailing characters"),
+        ] {
+            let error = exact_json(text.as_bytes()).unwrap_err();
+            assert!(error.contains(part), "{text}: {error}");
+        }
+        let text = r#"{"a":[1,-2,0.5,1e300,null,true,"x"],"b":{"a":18446744073709551615}}"#;
+        let value: Value = serde_json::from_str(text).unwrap();
+        assert_eq!(exact_json(text.as_bytes()), Ok(value));
     }
 
     #[test]
