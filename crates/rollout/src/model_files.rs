@@ -147,7 +147,7 @@ mod tests {
                 assert!(error.contains("bos_token is neither a text"), "{value}: {error}");
             }
         }
-        assert_eq!(end_token_ids(path).unwrap(), []);
+        assert!(end_token_ids(path).unwrap().is_empty());
         let with = |ids: Value| {
             let text = json!({"eos_token_id": ids}).to_string();
             fs_err::write(path.join(GENERATION_CONFIG), text).unwrap();
