@@ -189,7 +189,8 @@ fn a_file_whose_name_is_not_utf_8_is_named_and_does_not_hide_the_others() {
         orchestrate_e2e::skip::skip("python", "no python3");
         return;
     };
-    let found: Installed = serde_json::from_slice(&output.stdout).unwrap();
+    let mut found: Installed = serde_json::from_slice(&output.stdout).unwrap();
+    found.files.retain(|path, _| path.starts_with(tree));
     let names: Vec<&str> = found.files.keys().filter_map(|path| path.strip_prefix(tree)).collect();
     let expected = [r"/a\\udcff-info", r"/a\udcff-info", "/\u{e9}-info"];
     assert_eq!(names, expected.map(|name| format!("{name}/entry_points.txt")));
