@@ -347,7 +347,8 @@ fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
     if first == Some(b'[') {
         let mut list = Vec::new();
         text.read_to_end(&mut list)?;
-        let mut elements = ListElements { text: list, at: 1, done: false };
+        let start = list.iter().position(|byte| *byte == b'[').map_or(0, |bracket| bracket + 1);
+        let mut elements = ListElements { text: list, start, at: start, done: false };
         return Ok(Box::new(std::iter::from_fn(move || elements.next())));
     }
     let lines = JsonLines { text, failed: false };
@@ -456,6 +457,8 @@ fn not_json(error: impl Display) -> String {
 #[derive(Debug)]
 struct ListElements {
     text: Vec<u8>,
+    /// Where the first element begins.
+    start: usize,
     /// Where the next element begins.
     at: usize,
     done: bool,
@@ -477,7 +480,7 @@ impl ListElements {
         };
         let element = rest.get(..length).unwrap_or_default();
         self.done = rest.get(length) == Some(&b']');
-        let is_empty_list = self.done && self.at == 1 && element.trim_ascii().is_empty();
+        let is_empty_list = self.done && self.at == self.start && element.trim_ascii().is_empty();
         let value = json_value(element);
         self.at += length + 1;
         if is_empty_list { self.next() } else { Some(value) }

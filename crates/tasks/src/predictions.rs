@@ -53,11 +53,10 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
         match entry {
             Ok(Value::Object(entry)) if !entry.contains_key(INSTANCE_ID) => {
                 for (place, (id, entry)) in entry.into_iter().enumerate() {
-                    let entry = with_id(&id, entry);
-                    let is_prediction = entry.is_ok();
-                    add(n + place + 1, entry);
+                    let is_object = entry.is_object();
+                    add(n + place + 1, with_id(&id, entry));
                     // The object is rather one prediction, without its id.
-                    if !is_prediction {
+                    if !is_object {
                         break;
                     }
                 }
