@@ -5,7 +5,10 @@ import orchestrate
 
 def act(call: orchestrate.ToolCall, lines: list[str], fixed: list[str]) -> str:
     """Performs a call on the module's lines, and returns the observation for the policy."""
-    arguments = call.arguments
+    try:
+        arguments = call.arguments
+    except orchestrate.MalformedCall as error:
+        return f"{call.name} call is not valid: {error}"
     match call.name:
         case "bash" if str(arguments.get("command")).startswith("cat"):
             return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))

@@ -5,7 +5,10 @@ import orchestrate
 
 def act(episode: orchestrate.Episode, call: orchestrate.ToolCall) -> str:
     """Performs a call in the sandbox, and returns the observation for the policy."""
-    arguments = call.arguments
+    try:
+        arguments = call.arguments
+    except orchestrate.MalformedCall as error:
+        return f"{call.name} call is not valid: {error}"
     if call.name == "bash":
         done = episode.run(str(arguments.get("command")), timeout=10)
         text = (done.stdout + done.stderr).rstrip()[:1000] or "ok"

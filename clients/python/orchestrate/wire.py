@@ -53,6 +53,13 @@ class AgentFailure(Exception):
     """Raised by an environment: the policy made it impossible to continue. The reward is 0."""
 
 
+class MalformedCall(AgentFailure):
+    """The arguments of a call are not a JSON object.
+
+    If an environment does not catch it, this is the policy's result: reward 0.
+    """
+
+
 class EnvironmentFailure(Exception):
     """Raised by an environment that failed. The attempt is retried, never rewarded."""
 
@@ -76,14 +83,37 @@ class Task:
     row: Mapping[str, Any]
 
 
+def _refuse_constant(name: str) -> None:
+    """`NaN` and the like, which Python reads as numbers."""
+    raise ValueError(f"{name} is not a JSON value")
+
+
 @dataclass(frozen=True)
 class ToolCall:
     """A tool call in a reply."""
 
     id: str
     name: str
-    #: The arguments if they are a JSON object, else `{}`.
-    arguments: Mapping[str, Any]
+    #: The arguments as the policy wrote them, which need not be a JSON object.
+    text: str
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """The arguments.
+
+        Raises:
+            MalformedCall: They are not a JSON object.
+        """
+        try:
+            arguments = json.loads(self.text, parse_constant=_refuse_constant)
+        except (ValueError, RecursionError) as error:
+            raise MalformedCall(f"{self._start()} are not JSON: {error}") from error
+        if not isinstance(arguments, dict):
+            raise MalformedCall(f"{self._start()} are not a JSON object")
+        return arguments
+
+    def _start(self) -> str:
+        return f"the arguments of the call of {self.name[:100]!r}"
 
 
 @dataclass(frozen=True)
@@ -205,14 +235,10 @@ def read_reply(body: Mapping[str, Any]) -> Reply:
     """Parses a reply of Chat Completions."""
     choice = body["choices"][0]
     message = choice["message"]
-    calls = []
-    for call in message.get("tool_calls") or []:
-        try:
-            arguments = json.loads(call["function"]["arguments"])
-        except ValueError:
-            arguments = {}
-        arguments = arguments if isinstance(arguments, dict) else {}
-        calls.append(ToolCall(call["id"], call["function"]["name"], arguments))
+    calls = [
+        ToolCall(call["id"], call["function"]["name"], call["function"]["arguments"])
+        for call in message.get("tool_calls") or []
+    ]
     history = {key: value for key, value in message.items() if value is not None}
     return Reply(message.get("content") or "", calls, str(choice["finish_reason"]), history)
 

@@ -181,10 +181,10 @@ def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
     )
     with Gateway(server.url) as gateway, gateway.take() as episode:
         reply = episode.chat([{"role": "user", "content": "hi"}], max_tokens=5)
-        assert [(call.name, call.arguments) for call in reply.tool_calls] == [
-            ("add", {"a": 1}),
-            ("add", {}),
-        ]
+        first, second = reply.tool_calls
+        assert (first.name, first.arguments, second.text) == ("add", {"a": 1}, "{")
+        with pytest.raises(orchestrate.MalformedCall, match="call of 'add' are not JSON"):
+            assert second.arguments
         assert "content" not in reply.message
         with pytest.raises(orchestrate.EpisodeEnded, match="all turns"):
             episode.chat([])
@@ -193,6 +193,36 @@ def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
         episode.finish(0.0)
     sent = server.paths("completions")[0]
     assert (sent["model"], sent["max_tokens"]) == ("policy", 5)
+
+
+MALFORMED = ["", "{", "[1]", "null", '"{}"', '{"a": NaN}', '{"a": ' + "[" * 100_000, "9" * 5000]
+
+
+@pytest.mark.parametrize("client", ["blocking", "asyncio"])
+@pytest.mark.parametrize("text", MALFORMED, ids=range(len(MALFORMED)))
+def test_malformed_arguments_are_the_policys_result_and_never_an_empty_object(
+    scripted: Start, client: str, text: str
+) -> None:
+    call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": text}}
+    message = {"role": "assistant", "content": None, "tool_calls": [call]}
+    reply = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    server = scripted(
+        lambda path, body: (200, reply) if path.endswith("completions") else plain(path, body)
+    )
+
+    def blocking() -> None:
+        with Gateway(server.url) as gateway, gateway.take() as episode:
+            assert episode.chat([]).tool_calls[0].arguments
+
+    async def awaited() -> None:
+        async with orchestrate.AsyncGateway(server.url) as gateway, await gateway.take() as episode:
+            reply = await episode.chat([])
+            assert reply.tool_calls[0].arguments
+
+    with pytest.raises(orchestrate.MalformedCall):
+        blocking() if client == "blocking" else asyncio.run(awaited())
+    (sent,) = server.paths("finish")
+    assert sent["failure"]["kind"] == "agent" and "'add'" in sent["failure"]["message"]
 
 
 def error(code: str, status: int) -> tuple[int, Any]:

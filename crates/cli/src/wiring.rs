@@ -22,8 +22,8 @@ use orchestrate_moe::http::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
-    AGENT_FOLDER, ChatModel, EpisodeRunner, GradeLogs, History, PrefillLeaders, RowSharing,
-    Scaffold,
+    AGENT_FOLDER, ChatModel, ChatOptions, EpisodeRunner, GradeLogs, History, PrefillLeaders,
+    RowSharing, Scaffold,
 };
 use orchestrate_sandbox::{
     DockerHosts, ImageHooks, ImageLayer, ImageListener, SandboxLimits, SandboxProvider,
@@ -31,7 +31,7 @@ use orchestrate_sandbox::{
 };
 use orchestrate_store::Store;
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{ModelName, ModelShape};
+use orchestrate_types::{ModelName, ModelShape, timestamp};
 use std::net::{Ipv4Addr, SocketAddr};
 use std::sync::Arc;
 use tokio::net::TcpListener;
@@ -392,7 +392,7 @@ pub(crate) async fn parts(
         ));
     }
     if is_outside {
-        return outside_parts(settings, folder, servers).await;
+        return outside_parts(settings, folder, store, servers).await;
     }
     let agent = (settings.rollout.scaffold == Scaffold::Command).then(|| settings.agent.clone());
     let folder_of_agent = agent.as_ref().and_then(|agent| agent.folder.clone());
@@ -417,7 +417,7 @@ pub(crate) async fn parts(
         anyhow::bail!(config::ConfigError::Problems(vec![problem]));
     }
     let agent = agent.map(Arc::new);
-    let runner = runner(settings, folder, servers, sandboxes).await?;
+    let runner = runner(settings, folder, store, servers, sandboxes).await?;
     Ok(Parts::new(EpisodeRunner { agent, ..runner }, tasks))
 }
 
@@ -425,10 +425,11 @@ pub(crate) async fn parts(
 async fn outside_parts(
     settings: &Settings,
     folder: &Utf8Path,
+    store: &Store,
     servers: &mut Servers,
 ) -> anyhow::Result<Parts> {
     let tasks = task_source::task_set_of_run(settings, folder)?;
-    let runner = runner(settings, folder, servers, Arc::new(NoSandboxes)).await?;
+    let runner = runner(settings, folder, store, servers, Arc::new(NoSandboxes)).await?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
     let outside = Some(gateway.outside());
@@ -440,6 +441,7 @@ async fn outside_parts(
 async fn runner(
     settings: &Settings,
     folder: &Utf8Path,
+    store: &Store,
     servers: &mut Servers,
     sandboxes: Arc<dyn SandboxProvider>,
 ) -> anyhow::Result<EpisodeRunner> {
@@ -447,7 +449,8 @@ async fn runner(
     let schemas = tool_servers.schemas();
     let engine: Arc<dyn Engine> =
         Arc::new(engine(settings, servers, (&settings.engine.model, folder), schemas).await?);
-    let options = settings.rollout.chat_options(schemas);
+    let date = timestamp(store.reader().run().await?.created_us);
+    let options = ChatOptions { date, ..settings.rollout.chat_options(schemas) };
     let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
     let has_tools = !schemas.is_empty();
     if has_tools && !engine.takes_messages() && !chat.shows_tools() {

@@ -3,7 +3,7 @@
 
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Tool, ToolChoice};
-use orchestrate_types::mended_json;
+use orchestrate_types::{mended_json, rounded_integer};
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
@@ -18,8 +18,18 @@ const MAX_STOP_STRINGS: usize = 64;
 /// as the conversation lasts, so refusing it would end the conversation.
 ///
 /// # Errors
-/// Names the first field with a wrong type, or the place where the JSON is malformed.
+/// Names the first field with a wrong type, the place where the JSON is malformed, or a whole number that
+/// would be rounded.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let parsed = parse_rounding(body)?;
+    let number = std::str::from_utf8(body).ok().and_then(rounded_integer);
+    number.map_or(Ok(parsed), |number| {
+        let problem = format!("the number {number:.60} has more than 64 bits; send it as a string");
+        Err(Problem::new(Kind::Invalid, problem))
+    })
+}
+
+fn parse_rounding<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     // Tracking the path to a field takes most of the time, and only errors need it.
     if let Ok(parsed) = serde_json::from_slice(body) {
         return Ok(parsed);
@@ -200,6 +210,8 @@ mod tests {
             assert_eq!(text(body).unwrap(), "a\nb");
         }
         assert_eq!(text("{}").unwrap(), text(r#"{"content": null}"#).unwrap());
+        let number = "18446744073709551616";
+        assert_eq!(text(&format!(r#"{{"content": "{number}"}}"#)).unwrap(), number);
     }
 
     #[test]
@@ -210,6 +222,11 @@ mod tests {
             (r#"{"content": [{"type": "image"}]}"#, Some("content[0].type"), "text only"),
             (r#"{"content": [{"type": "text"}]}"#, Some("content[0].text"), "has a text"),
             (r#"{"content": "a"} x"#, None, "after the body"),
+            (
+                r#"{"content": "a", "x": [18446744073709551616]}"#,
+                None,
+                "18446744073709551616 has more",
+            ),
             ("{", None, "not a valid request"),
             ("[]", None, "not a valid request"),
         ] {

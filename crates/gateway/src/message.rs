@@ -1,7 +1,7 @@
 //! The internal form of a history, equal for equal histories of every dialect.
 
 use crate::problem::Problem;
-use orchestrate_types::mended_json;
+use orchestrate_types::{mended_json, rounded_integer};
 use serde_json::Value;
 
 /// Who wrote a message.
@@ -84,8 +84,12 @@ impl ToolCall {
     }
 }
 
-/// The value of a JSON text that a client wrote; text in it that is not Unicode becomes U+FFFD.
+/// The value of a JSON text that a client wrote; text in it that is not Unicode becomes U+FFFD. `None` if it
+/// is not JSON, or has a whole number that would be rounded.
 pub(crate) fn json_of(text: &str) -> Option<Value> {
+    if rounded_integer(text).is_some() {
+        return None;
+    }
     let parsed = serde_json::from_str(text);
     parsed.or_else(|_| serde_json::from_slice(&mended_json(text.as_bytes()))).ok()
 }
@@ -228,6 +232,16 @@ mod tests {
     fn reply(ids: &[&str]) -> Message {
         let call = |id: &&str| ToolCall { id: (*id).into(), ..call("{}") };
         Message { tool_calls: ids.iter().map(call).collect(), ..Message::new(Role::Assistant, "") }
+    }
+
+    #[test]
+    fn arguments_with_a_number_that_would_be_rounded_stay_text() {
+        let with = |arguments: &str| ToolCall { arguments: arguments.into(), ..call("{}") };
+        let [wide, other] = ["18446744073709551616", "18446744073709551617"];
+        let [wide, other] = [wide, other].map(|number| with(&format!("{{\"n\": {number}}}")));
+        assert_eq!(wide.parsed(), None);
+        assert_ne!(wide, other);
+        assert_eq!(with("{\"n\": 1}"), with("{ \"n\":1 }"));
     }
 
     #[test]

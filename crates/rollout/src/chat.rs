@@ -13,7 +13,9 @@
 
 use crate::api::{Action, Message, MessageExtra};
 use crate::codec::Codec;
-use crate::model_files::{TOKENIZER_CONFIG, json_file, malformed, special_tokens, template_source};
+use crate::model_files::{
+    TOKENIZER_CONFIG, end_token_ids, json_file, malformed, special_tokens, template_source,
+};
 use crate::prefix::{EarlierThinking, History};
 use crate::scaffold::Scaffold;
 use crate::system_messages::SystemMessages;
@@ -21,6 +23,7 @@ use crate::template::{ChatTemplate, ShownExtras, TemplateInput, with_strings};
 use crate::tool_format::ToolFormat;
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
+use jiff::Timestamp;
 use lru::LruCache;
 use orchestrate_types::TokenId;
 use std::borrow::Cow;
@@ -125,6 +128,9 @@ pub struct ChatOptions {
     /// Whether the model is asked to think; `None` leaves it to each request of an agent, and else to
     /// the template.
     pub thinking: Option<bool>,
+    /// The date that the template can show: when the run began, so that it renders the same prompts when
+    /// it is resumed on another day. `None` is the current date.
+    pub date: Option<Timestamp>,
 }
 
 /// A tokenizer with its chat template.
@@ -203,7 +209,9 @@ impl ChatModel {
             .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
         let config = json_file(folder, TOKENIZER_CONFIG)?;
         let special = special_tokens(folder, &config)?;
-        let template = ChatTemplate::with_variables(&template_source(folder, &config)?, &special)?;
+        let source = template_source(folder, &config)?;
+        let date = options.date.unwrap_or_else(Timestamp::now);
+        let template = ChatTemplate::with_variables(&source, &special, date)?;
         let is_unknown = |name: &&str| name.ends_with("_token") && !special.contains_key(*name);
         if let Some(name) = template.reads().filter(is_unknown).min() {
             return Err(ChatErrorKind::UnknownVariable(name.to_owned()));
@@ -212,15 +220,7 @@ impl ChatModel {
             return Err(ChatErrorKind::NoThinkingSwitch);
         }
 
-        let mut stop_token_ids = Vec::new();
-        if folder.join("generation_config.json").is_file() {
-            let generation = json_file(folder, "generation_config.json")?;
-            let eos = generation.get("eos_token_id").cloned().unwrap_or_default();
-            let ids = eos.as_array().cloned().unwrap_or_else(|| vec![eos]);
-            stop_token_ids.extend(
-                ids.iter().filter_map(|id| id.as_u64().and_then(|i| u32::try_from(i).ok())),
-            );
-        }
+        let mut stop_token_ids = end_token_ids(folder)?;
         let eos = config.get("eos_token");
         let eos = eos.and_then(|eos| eos.as_str().or_else(|| eos.get("content")?.as_str()));
         if let Some(id) = eos.and_then(|text| tokenizer.token_to_id(text))

@@ -126,6 +126,7 @@ impl RolloutSettings {
             scaffold: self.scaffold,
             history: self.history,
             thinking: self.thinking,
+            date: None,
         }
     }
 

@@ -2,10 +2,13 @@
 
 use crate::chat::ChatErrorKind;
 use camino::Utf8Path;
+use orchestrate_types::TokenId;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
+use std::io;
 
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
+const GENERATION_CONFIG: &str = "generation_config.json";
 const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
 
 /// The special tokens that templates read by name.
@@ -54,19 +57,49 @@ pub(crate) fn special_tokens(
     let mut tokens = BTreeMap::new();
     for name in SPECIAL_TOKENS {
         if let Some(value) = config.get(name).or_else(|| older.get(name)) {
-            tokens.insert(name.to_owned(), token_text(value));
+            tokens.insert(name.to_owned(), token_text(name, value)?);
         }
     }
     let extra = config.get("extra_special_tokens").and_then(Value::as_object);
     for (name, value) in extra.unwrap_or(&Map::new()) {
-        tokens.insert(name.clone(), token_text(value));
+        tokens.insert(name.clone(), token_text(name, value)?);
     }
     Ok(tokens)
 }
 
-/// A token's text, which may be in an object with its options.
-fn token_text(value: &Value) -> Option<String> {
-    value.as_str().or_else(|| value.get("content")?.as_str()).map(ToOwned::to_owned)
+/// A token's text, which may be in an object with its options; `None` for `null`.
+///
+/// # Errors
+/// For any other value: prompts would silently lack the token.
+fn token_text(name: &str, value: &Value) -> Result<Option<String>, ChatErrorKind> {
+    let text = value.as_str().or_else(|| value.get("content")?.as_str());
+    if text.is_none() && !value.is_null() {
+        let problem = format!("{name} is neither a text nor an object with a text as `content`");
+        return Err(malformed(TOKENIZER_CONFIG, io::Error::other(problem)));
+    }
+    Ok(text.map(ToOwned::to_owned))
+}
+
+/// The ids of the tokens that end a turn by `generation_config.json`; none if there is no such file.
+///
+/// # Errors
+/// If an id is not one: turns would not end where the model ends them.
+pub(crate) fn end_token_ids(folder: &Utf8Path) -> Result<Vec<TokenId>, ChatErrorKind> {
+    if !folder.join(GENERATION_CONFIG).is_file() {
+        return Ok(Vec::new());
+    }
+    let generation = json_file(folder, GENERATION_CONFIG)?;
+    let ids = match generation.get("eos_token_id") {
+        None | Some(Value::Null) => Vec::new(),
+        Some(Value::Array(ids)) => ids.iter().collect(),
+        Some(id) => vec![id],
+    };
+    let id_of = |id: &Value| {
+        let number = id.as_u64().and_then(|id| TokenId::try_from(id).ok());
+        let problem = || io::Error::other(format!("eos_token_id: {id} is not the id of a token"));
+        number.ok_or_else(|| malformed(GENERATION_CONFIG, problem()))
+    };
+    ids.into_iter().map(id_of).collect()
 }
 
 #[cfg(test)]
@@ -94,5 +127,45 @@ mod tests {
             ("unk_token", text("<unk>")),
         ];
         assert_eq!(found, expected.map(|(name, text)| (name.to_owned(), text)).into());
+    }
+
+    #[test]
+    fn values_that_are_not_tokens_are_refused_by_name() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Utf8Path::from_path(folder.path()).unwrap();
+        for value in [
+            json!(5),
+            json!(true),
+            json!(["<s>"]),
+            json!({"text": "<s>"}),
+            json!({"content": null}),
+        ] {
+            for config in
+                [json!({"bos_token": value}), json!({"extra_special_tokens": {"bos_token": value}})]
+            {
+                let error = special_tokens(path, &config).unwrap_err().to_string();
+                assert!(error.contains("bos_token is neither a text"), "{value}: {error}");
+            }
+        }
+        assert!(end_token_ids(path).unwrap().is_empty());
+        let with = |ids: Value| {
+            let text = json!({"eos_token_id": ids}).to_string();
+            fs_err::write(path.join(GENERATION_CONFIG), text).unwrap();
+            end_token_ids(path).map_err(|error| error.to_string())
+        };
+        for (ids, expected) in [
+            (json!(7), vec![7]),
+            (json!([7, 0]), vec![7, 0]),
+            (json!([]), vec![]),
+            (Value::Null, vec![]),
+        ] {
+            assert_eq!(with(ids), Ok(expected));
+        }
+        for id in
+            [json!("7"), json!(-1), json!(7.0), json!(1_u64 << 32), json!({"id": 7}), Value::Null]
+        {
+            let error = with(json!([7, id])).unwrap_err();
+            assert!(error.contains(&format!("eos_token_id: {id} is not")), "{error}");
+        }
     }
 }

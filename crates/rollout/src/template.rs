@@ -7,6 +7,7 @@ mod python;
 
 use crate::api::{Action, Message};
 pub(crate) use extras::ShownExtras;
+use jiff::{Timestamp, tz::TimeZone};
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::{Kwargs, Serde};
 use minijinja::{Environment, Error, ErrorKind, Value, context};
@@ -54,17 +55,19 @@ impl ChatTemplate {
     /// # Errors
     /// If `source` is not a valid template.
     pub fn new(source: &str) -> Result<Self, Error> {
-        Self::with_variables(source, &BTreeMap::new())
+        Self::with_variables(source, &BTreeMap::new(), Timestamp::now())
     }
 
     /// Like [`Self::new`], with variables that every rendering has: the special tokens of a tokenizer by
-    /// name (`bos_token`). One without a text is not defined for the template.
+    /// name (`bos_token`). One without a text is not defined for the template. `strftime_now` is `now`, in
+    /// UTC.
     ///
     /// # Errors
     /// If `source` is not a valid template.
     pub fn with_variables(
         source: &str,
         variables: &BTreeMap<String, Option<String>>,
+        now: Timestamp,
     ) -> Result<Self, Error> {
         let mut env = Environment::new();
         // Hugging Face compiles chat templates with these two settings.
@@ -81,8 +84,8 @@ impl ChatTemplate {
         env.add_function("raise_exception", |message: String| -> Result<Value, Error> {
             Err(Error::new(ErrorKind::InvalidOperation, message))
         });
-        // One date for all prompts: the members of a group must read the same one.
-        let now = jiff::Zoned::now();
+        // One date for all prompts, wherever they are rendered.
+        let now = now.to_zoned(TimeZone::UTC);
         env.add_function("strftime_now", move |format: String| {
             jiff::fmt::strtime::format(&format, &now)
                 .map_err(|error| Error::new(ErrorKind::InvalidOperation, error.to_string()))

@@ -65,6 +65,16 @@ fn templates_read_the_special_tokens_and_the_date() {
         let model = model(template, &json!({}), ChatOptions::default()).unwrap();
         assert_eq!(model.prompt(&opening).unwrap(), plain);
     }
+    let shown = format!("{{{{- strftime_now('%d %b %Y %H:%M') -}}}}{PLAIN}");
+    for (started, text) in [
+        ("2024-02-29T23:59:59Z", "29 Feb 2024 23:59"),
+        ("1999-12-31T00:00:00Z", "31 Dec 1999 00:00"),
+    ] {
+        let options =
+            ChatOptions { date: Some(started.parse().unwrap()), ..ChatOptions::default() };
+        let model = model(&shown, &json!({}), options).unwrap();
+        assert!(prompt(&model, &opening).starts_with(text), "{}", prompt(&model, &opening));
+    }
     // A tokenizer without this token, as transformers renders it.
     let none = model(&bos, &json!({"bos_token": null}), ChatOptions::default()).unwrap();
     assert_eq!(none.prompt(&opening).unwrap(), plain);

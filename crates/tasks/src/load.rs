@@ -21,9 +21,11 @@ use camino::{Utf8Path, Utf8PathBuf};
 use flate2::read::MultiGzDecoder;
 pub use hub::HubError;
 use hub::HubSource;
+use orchestrate_types::{UniqueKeys, exact_json};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
+use std::fmt::Display;
 use std::io::{BufRead, BufReader, Chain, Cursor, Read};
 
 /// Maximum size of one row in bytes, which also limits what a small compressed file can expand to.
@@ -37,6 +39,8 @@ const NOT_ROWS: &str =
     "this is not a task file (JSON lines, a JSON list or parquet; gzip is allowed)";
 /// The byte order mark of UTF-8.
 const BYTE_ORDER_MARK: &[u8] = b"\xef\xbb\xbf";
+/// Number of invalid predictions that an error names.
+const ENTRIES_NAMED: usize = 20;
 /// Number of characters of an id, and of a reason, that are printed.
 const ID_CHARS: usize = 120;
 const REASON_CHARS: usize = 400;
@@ -214,22 +218,25 @@ pub enum LoadError {
     /// A data set of the Hugging Face hub cannot be fetched.
     #[error(transparent)]
     Hub(#[from] HubError),
-    /// An entry is not a prediction.
-    #[error("{path}, entry {entry}: {reason}")]
-    Entry {
+    /// Entries are not predictions.
+    #[error("{path}, {}", listed(entries))]
+    Entries {
         /// The file.
         path: Utf8PathBuf,
-        /// Position of the entry in the file, from 1.
-        entry: usize,
-        /// Why it is not a prediction.
-        reason: String,
+        /// The entries by their position in the file, from 1, with the reason for each; not empty.
+        entries: Vec<(usize, String)>,
     },
 }
 
-impl LoadError {
-    pub(crate) fn entry(path: &Utf8Path, entry: usize, reason: String) -> Self {
-        Self::Entry { path: path.to_owned(), entry, reason }
-    }
+/// The first of these entries, and the number of the others.
+fn listed(entries: &[(usize, String)]) -> String {
+    let named = entries.iter().take(ENTRIES_NAMED);
+    let named: Vec<String> = named.map(|(n, reason)| format!("entry {n}: {reason}")).collect();
+    let more = match entries.len().saturating_sub(ENTRIES_NAMED) {
+        0 => String::new(),
+        more => format!("; and {more} more entries"),
+    };
+    format!("{}{more}", named.join("; "))
 }
 
 /// Pins `path` to a commit where it names a data set of the Hugging Face hub, so that the rows
@@ -338,10 +345,11 @@ fn text_values(mut text: impl BufRead + 'static) -> std::io::Result<Values> {
         text.consume(blank);
     };
     if first == Some(b'[') {
-        return Ok(match serde_json::from_reader::<_, Vec<Value>>(text) {
-            Ok(entries) => Box::new(entries.into_iter().map(Ok)),
-            Err(error) => Box::new(std::iter::once(Err(format!("is not JSON: {error}")))),
-        });
+        let mut list = Vec::new();
+        text.read_to_end(&mut list)?;
+        let start = list.iter().position(|byte| *byte == b'[').map_or(0, |bracket| bracket + 1);
+        let mut elements = ListElements { text: list, start, at: start, done: false };
+        return Ok(Box::new(std::iter::from_fn(move || elements.next())));
     }
     let lines = JsonLines { text, failed: false };
     let mut entries = Entries { lines, first: VecDeque::new(), started: false };
@@ -411,22 +419,92 @@ impl<R: BufRead> JsonLines<R> {
     }
 
     fn entry(&mut self, line: &[u8]) -> Result<Value, String> {
-        let error = match serde_json::from_slice::<Value>(line) {
+        let problem = match json_value(line) {
             Ok(value) if !value.is_object() => return Err("is not a JSON object".to_owned()),
             Ok(value) => return Ok(value),
-            Err(error) => error,
+            Err(problem) => problem,
         };
         // A line with only an opening brace starts a document that spans several lines.
         if line.trim_ascii() == b"{" {
             let rest = self.text.by_ref().take(ROW_BYTES);
             let mut document = serde_json::Deserializer::from_reader(line.chain(rest));
-            return Value::deserialize(&mut document).map_err(|error| {
-                self.failed = true;
-                format!("is not JSON: {error}")
-            });
+            return match UniqueKeys::deserialize(&mut document) {
+                Ok(UniqueKeys(value)) => Ok(value),
+                Err(error) => {
+                    self.failed = true;
+                    Err(not_json(error))
+                }
+            };
         }
-        Err(format!("is not JSON: {error}"))
+        Err(problem)
     }
+}
+
+/// The value of an entry.
+///
+/// # Errors
+/// The reason if it is not JSON, or would lose a repeated key or digits of a number.
+fn json_value(text: &[u8]) -> Result<Value, String> {
+    exact_json(text).map_err(not_json)
+}
+
+fn not_json(error: impl Display) -> String {
+    format!("is not JSON: {error}")
+}
+
+/// The elements of a JSON list, found by its brackets and quotes alone, so that an invalid element (one
+/// with `NaN`, say) does not hide those after it.
+#[derive(Debug)]
+struct ListElements {
+    text: Vec<u8>,
+    /// Where the first element begins.
+    start: usize,
+    /// Where the next element begins.
+    at: usize,
+    done: bool,
+}
+
+impl ListElements {
+    fn next(&mut self) -> Option<Result<Value, String>> {
+        if self.done {
+            let rest = std::mem::take(&mut self.text).split_off(self.at);
+            self.at = 0;
+            return (!rest.trim_ascii().is_empty())
+                .then(|| Err("is not a part of the list, which ends before it".to_owned()));
+        }
+        let rest = self.text.get(self.at..).unwrap_or_default();
+        let Some(length) = element_length(rest) else {
+            self.done = true;
+            self.at = self.text.len();
+            return Some(Err("is not complete: the file ends before the list does".to_owned()));
+        };
+        let element = rest.get(..length).unwrap_or_default();
+        self.done = rest.get(length) == Some(&b']');
+        let is_empty_list = self.done && self.at == self.start && element.trim_ascii().is_empty();
+        let value = json_value(element);
+        self.at += length + 1;
+        if is_empty_list { self.next() } else { Some(value) }
+    }
+}
+
+/// Length of the text up to the comma or bracket that ends an element; `None` if there is none.
+fn element_length(text: &[u8]) -> Option<usize> {
+    let (mut depth, mut in_string, mut escaped) = (0_usize, false, false);
+    text.iter().position(|byte| {
+        if in_string {
+            in_string = escaped || *byte != b'"';
+            escaped = !escaped && *byte == b'\\';
+            return false;
+        }
+        match byte {
+            b'"' => in_string = true,
+            b'[' | b'{' => depth += 1,
+            b',' | b']' if depth == 0 => return true,
+            b']' | b'}' => depth = depth.saturating_sub(1),
+            _ => {}
+        }
+        false
+    })
 }
 
 /// The row inside an entry of a trainer's data set: rLLM and verl store it in `extra_info`, as an
@@ -450,7 +528,7 @@ fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
 /// An object as it is, or the JSON value that a text contains.
 fn parsed(value: Option<Value>) -> Option<Value> {
     match value? {
-        Value::String(text) => serde_json::from_str(&text).ok(),
+        Value::String(text) => exact_json(text.as_bytes()).ok(),
         inner @ Value::Object(_) => Some(inner),
         _ => None,
     }

@@ -41,24 +41,33 @@ pub struct Prediction {
 /// like mini-swe-agent's `preds.json`. Each may be compressed with gzip.
 ///
 /// # Errors
-/// If the file cannot be read or an entry is not a prediction.
+/// If the file cannot be read, or with all of its entries that are not predictions: a grade of the
+/// others would look like one of the whole file.
 pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
-    let mut predictions = Vec::new();
+    let (mut predictions, mut invalid) = (Vec::new(), Vec::new());
+    let mut add = |n: usize, entry: Result<Value, String>| match entry.and_then(of_value) {
+        Ok(prediction) => predictions.push(prediction),
+        Err(reason) => invalid.push((n, reason)),
+    };
     for (n, entry) in load::values(path)?.enumerate() {
-        let entry = entry.map_err(|reason| LoadError::entry(path, n + 1, reason))?;
-        let keyed = match entry {
-            Value::Object(entry) if !entry.contains_key(INSTANCE_ID) => {
-                by_id(entry).map_err(|reason| LoadError::entry(path, n + 1, reason))?
+        match entry {
+            Ok(Value::Object(entry)) if !entry.contains_key(INSTANCE_ID) => {
+                for (place, (id, entry)) in entry.into_iter().enumerate() {
+                    let is_object = entry.is_object();
+                    add(n + place + 1, with_id(&id, entry));
+                    // The object is rather one prediction, without its id.
+                    if !is_object {
+                        break;
+                    }
+                }
             }
-            entry => vec![entry],
-        };
-        for (place, entry) in keyed.into_iter().enumerate() {
-            let prediction =
-                of_value(entry).map_err(|reason| LoadError::entry(path, n + place + 1, reason))?;
-            predictions.push(prediction);
+            entry => add(n + 1, entry),
         }
     }
-    Ok(predictions)
+    if invalid.is_empty() {
+        return Ok(predictions);
+    }
+    Err(LoadError::Entries { path: path.to_owned(), entries: invalid })
 }
 
 /// A prediction from its JSON value.
@@ -80,30 +89,24 @@ fn of_value(entry: Value) -> Result<Prediction, String> {
     serde_path_to_error::deserialize(entry).map_err(|error| error.to_string())
 }
 
-/// The entries of an object keyed by instance id; an entry may leave its id out.
+/// An entry of an object keyed by instance id, which may leave its id out.
 ///
 /// # Errors
-/// If a value is not an object: the entries are then rather one prediction without its id. If an
-/// entry has another id than its key.
-fn by_id(entries: Map<String, Value>) -> Result<Vec<Value>, String> {
-    let with_id = |(id, mut entry): (String, Value)| {
-        let Value::Object(fields) = &mut entry else {
-            let id = printable(&id, ID_CHARS);
-            return Err(format!(
-                "has no `instance_id`, and `{id}` is not an object with a prediction"
-            ));
-        };
-        match fields.get(INSTANCE_ID).and_then(Value::as_str) {
-            Some(own) if own != id => {
-                let [own, id] = [own, &id].map(|id| printable(id, ID_CHARS));
-                return Err(format!("has the `instance_id` {own} under the id `{id}`"));
-            }
-            Some(_) | None => {}
-        }
-        fields.entry(INSTANCE_ID).or_insert(Value::String(id));
-        Ok(entry)
+/// If it is not an object, or has another id than its key.
+fn with_id(id: &str, mut entry: Value) -> Result<Value, String> {
+    let Value::Object(fields) = &mut entry else {
+        let id = printable(id, ID_CHARS);
+        return Err(format!("has no `instance_id`, and `{id}` is not an object with a prediction"));
     };
-    entries.into_iter().map(with_id).collect()
+    match fields.get(INSTANCE_ID).and_then(Value::as_str) {
+        Some(own) if own != id => {
+            let [own, id] = [own, id].map(|id| printable(id, ID_CHARS));
+            return Err(format!("has the `instance_id` {own} under the id `{id}`"));
+        }
+        Some(_) | None => {}
+    }
+    fields.entry(INSTANCE_ID).or_insert_with(|| id.into());
+    Ok(entry)
 }
 
 /// The content of `predictions.jsonl`.

@@ -239,6 +239,53 @@ fn compressed_files_and_json_lists_load_like_json_lines() {
 }
 
 #[test]
+fn an_invalid_element_of_a_list_does_not_hide_the_others() {
+    let [first, last] = ["a-1", "a-9"].map(|id| swe_row(id).to_string());
+    let good = |bytes: &[u8]| {
+        let (good, bad) = loaded(bytes);
+        let ids: Vec<String> = good.iter().map(Row::id).collect();
+        (ids, bad.into_iter().map(|bad| (bad.row, bad.reason)).collect::<Vec<_>>())
+    };
+    let deep = format!("{}{}", "[".repeat(10_000), "]".repeat(10_000));
+    let invalid: [&[u8]; 14] = [
+        br#"{"instance_id": "b", "instance_id": "c"}"#,
+        br#"{"instance_id": "b", "seed": 18446744073709551616}"#,
+        br#"{"instance_id": "b", "score": NaN}"#,
+        br#"{"instance_id": "b", "score": 1e999}"#,
+        br#"{"instance_id": "b", "text": "\ud83d"}"#,
+        b"{\"instance_id\": \"b\", \"text\": \"\xff\"}",
+        b"{\"instance_id\": \"b\", \"text\": \"\0\"}",
+        br"{'instance_id': 'b'}",
+        br#"{"instance_id": "b",}"#,
+        br#"{"instance_id": "b"]"#,
+        b"}",
+        b"",
+        b"7",
+        deep.as_bytes(),
+    ];
+    for element in invalid {
+        let list = [b" [ ", first.as_bytes(), b",\n", element, b" , ", last.as_bytes(), b"]\n"];
+        let (ids, bad) = good(&list.concat());
+        assert_eq!(ids, ["a-1", "a-9"], "{bad:?}");
+        assert!(bad.len() == 1 && bad[0].0 == 2, "{bad:?}");
+    }
+    let tricky = json!({"instance_id": "],\\\"[{", "x": [{"]": ["\\"]}, "}"]});
+    for (list, expected) in [
+        (format!("[{first}, {tricky}, {last}]"), "has none of the columns"),
+        (format!("[{first}, {last}, {{\"instance_id\": \"c"), "the file ends before the list does"),
+        (format!("[{first}, {last}] {first}"), "is not a part of the list"),
+        (format!("[{first}, {last},]"), "is not JSON"),
+    ] {
+        let (ids, bad) = good(list.as_bytes());
+        assert_eq!(ids, ["a-1", "a-9"], "{bad:?}");
+        assert!(bad.len() == 1 && bad[0].1.contains(expected), "{bad:?}");
+    }
+    for empty in ["[]", " [ \n ] \n"] {
+        assert_eq!(good(empty.as_bytes()), (vec![], vec![]));
+    }
+}
+
+#[test]
 fn damaged_gzip_is_an_error_before_any_row_is_used() {
     let lines: Vec<Value> = (0..200).map(|n| swe_row(&format!("a-{n}"))).collect();
     let good = gzip(json_lines(&lines).as_bytes());
@@ -442,6 +489,29 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
             assert!(error.contains("entry 2") && error.contains(expected), "{bad}: {error}");
         }
     }
+    let bad = [json!({"instance_id": "b", "model": "m", "patch": diff}), json!(7), good.clone()];
+    let entries = [&good, &bad[0], &bad[2], &bad[1]];
+    let keyed = json!({"a": good, "b": {"patch": diff}, "c": bad[2], "d": {"instance_id": "e"}});
+    for text in
+        [json_lines(&entries.map(Value::clone)), json!(entries).to_string(), keyed.to_string()]
+    {
+        let error = predictions::read(&folder.file("p", text.as_bytes())).unwrap_err().to_string();
+        let all = ["entry 2: has no `model_patch`", "`patch`?; entry", "entry 4: "];
+        assert!(all.iter().all(|part| error.contains(part)), "{error}");
+    }
+    for text in [
+        format!(
+            "{good}\n{{\"instance_id\": \"b\", \"model_patch\": \"x\", \"model_patch\": \"\"}}"
+        ),
+        format!("{{\n\"a\": {good},\n\"a\": {good}}}"),
+    ] {
+        let error = predictions::read(&folder.file("p", text.as_bytes())).unwrap_err().to_string();
+        assert!(error.contains("occurs twice"), "{error}");
+    }
+    let many = json!(vec![bad[0].clone(); 30]).to_string();
+    let error = predictions::read(&folder.file("p", many.as_bytes())).unwrap_err().to_string();
+    assert!(error.contains("entry 20: ") && error.ends_with("; and 10 more entries"), "{error}");
+
     let more = json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff,
         "patch": "gold", "full_output": "text", "cost": 0.5, "prediction": "another"});
     let read = predictions::read(&folder.file("p", more.to_string().as_bytes())).unwrap();

@@ -14,10 +14,15 @@ pub fn now() -> Timestamp {
     now.round(Unit::Millisecond).unwrap_or(now)
 }
 
+/// A time in µs since the Unix epoch; `None` if it is not in the calendar.
+pub fn timestamp(micros: i64) -> Option<Timestamp> {
+    Timestamp::from_microsecond(micros).ok()
+}
+
 /// A time in µs since the Unix epoch as text, to the second and in UTC.
 pub fn utc(micros: i64) -> String {
-    Timestamp::from_microsecond(micros).map_or_else(
-        |_| "unknown".to_owned(),
+    timestamp(micros).map_or_else(
+        || "unknown".to_owned(),
         |time| time.strftime("%Y-%m-%d %H:%M:%SZ").to_string(),
     )
 }

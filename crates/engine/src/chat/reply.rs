@@ -41,6 +41,8 @@ struct ReplyMessage {
     reasoning_content: Option<String>,
     reasoning: Option<String>,
     tool_calls: Option<Vec<ReplyCall>>,
+    // The only call, from servers that know no others.
+    function_call: Option<FunctionCall>,
 }
 
 #[derive(Deserialize)]
@@ -107,9 +109,12 @@ pub(crate) fn read(
     let Ok([choice]) = <[Choice; 1]>::try_from(reply.choices) else {
         return Err(invalid_field("choices", "not one choice"));
     };
-    let ReplyMessage { content, reasoning_content, reasoning, tool_calls } = choice.message;
-    let calls = tool_calls.unwrap_or_default().into_iter().enumerate();
-    let tool_calls = calls.map(|(index, call)| ToolCall {
+    let ReplyMessage { content, reasoning_content, reasoning, tool_calls, function_call } =
+        choice.message;
+    let only = || function_call.map(|function| ReplyCall { id: None, function });
+    let calls = tool_calls.filter(|calls| !calls.is_empty());
+    let calls = calls.unwrap_or_else(|| only().into_iter().collect());
+    let tool_calls = calls.into_iter().enumerate().map(|(index, call)| ToolCall {
         // Some servers send no ids, but tool messages need one to refer to.
         id: call
             .id
@@ -135,6 +140,20 @@ pub(crate) fn read(
 mod tests {
     use super::*;
     use serde_json::{Value, json};
+
+    #[test]
+    fn a_call_in_the_form_of_older_servers_is_a_call() {
+        let call = json!({"name": "bash", "arguments": "{}"});
+        let listed = json!([{"id": "c", "function": {"name": "submit", "arguments": "{}"}}]);
+        for (calls, name) in [(json!(null), "bash"), (json!([]), "bash"), (listed, "submit")] {
+            let message = json!({"content": null, "function_call": call, "tool_calls": calls});
+            let body = json!({"choices": [{"message": message, "finish_reason": "function_call"}]});
+            let (_, message, _) = read(body.to_string().as_bytes(), 0).unwrap();
+            let names: Vec<&str> =
+                message.tool_calls.iter().map(|call| call.function.name.as_str()).collect();
+            assert_eq!(names, [name]);
+        }
+    }
 
     #[test]
     fn a_message_is_read_with_its_thinking_and_its_tool_calls() {

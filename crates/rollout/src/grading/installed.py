@@ -33,6 +33,11 @@ def text_of(path):
         return None
 
 
-files = {path: text_of(path) for path in found + sys.argv[2:]}
+def name_of(path):
+    """The path as text; a byte of it that is not UTF-8 is written as an escape, which no other path has."""
+    return path.replace("\\", "\\\\").encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+files = {name_of(path): text_of(path) for path in found + sys.argv[2:]}
 scripts = os.path.realpath(paths["scripts"])
 print(json.dumps({"sites": sites, "scripts": scripts, "files": files}))

@@ -4,9 +4,7 @@
 
 use super::{CLOSE, Unread};
 use crate::api::Action;
-use serde::de::{Deserialize, Deserializer, Error as _, MapAccess, SeqAccess, Visitor};
-use serde_json::{Map, Value};
-use std::fmt;
+use orchestrate_types::{UniqueKeys, rounded_integer};
 
 /// Reads a call after its opening tag. Returns what follows its closing tag, too.
 pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
@@ -14,8 +12,8 @@ pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
     let invalid = |problem: String| {
         if is_closed { Unread::Invalid(problem) } else { Unread::Unclosed }
     };
-    let mut values = serde_json::Deserializer::from_str(text).into_iter::<Unique>();
-    let Unique(value) = match values.next() {
+    let mut values = serde_json::Deserializer::from_str(text).into_iter::<UniqueKeys>();
+    let UniqueKeys(value) = match values.next() {
         Some(value) => value.map_err(|error| invalid(error.to_string()))?,
         None => return Err(invalid("it is empty".to_owned())),
     };
@@ -23,116 +21,11 @@ pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
     let Some(rest) = rest.trim_start().strip_prefix(CLOSE) else {
         return Err(invalid(format!("its JSON is not followed by {CLOSE}")));
     };
-    if let Some(number) = inexact_integer(json) {
-        return Err(Unread::Invalid(rounded(number)));
+    if let Some(number) = rounded_integer(json) {
+        return Err(Unread::Invalid(format!("the number {number} has more than 64 bits")));
     }
     let action = serde_json::from_value(value).map_err(|e| Unread::Invalid(e.to_string()))?;
     Ok((action, rest))
-}
-
-/// The first whole number of a JSON text that would be rounded.
-fn inexact_integer(json: &str) -> Option<&str> {
-    let mut rest = json;
-    while let Some(at) = rest.find(|c: char| c == '"' || c == '-' || c.is_ascii_digit()) {
-        rest = rest.get(at..)?;
-        if let Some(string) = rest.strip_prefix('"') {
-            let mut is_escaped = false;
-            let end = string.find(|c| {
-                let is_end = c == '"' && !is_escaped;
-                is_escaped = c == '\\' && !is_escaped;
-                is_end
-            })?;
-            rest = string.get(end + 1..)?;
-            continue;
-        }
-        let is_part = |c: char| c.is_ascii_digit() || "+-.eE".contains(c);
-        let end = rest.find(|c| !is_part(c)).unwrap_or(rest.len());
-        let (number, after) = rest.split_at(end);
-        let is_whole = !number.contains(['.', 'e', 'E']);
-        if is_whole && number.parse::<i64>().is_err() && number.parse::<u64>().is_err() {
-            return Some(number);
-        }
-        rest = after;
-    }
-    None
-}
-
-/// A JSON value without repeated keys, of which one would have to be dropped.
-pub(super) struct Unique(pub(super) Value);
-
-impl<'de> Deserialize<'de> for Unique {
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
-        struct AnyValue;
-        impl<'de> Visitor<'de> for AnyValue {
-            type Value = Unique;
-
-            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-                out.write_str("a JSON value")
-            }
-
-            fn visit_unit<E>(self) -> Result<Unique, E> {
-                Ok(Unique(Value::Null))
-            }
-
-            fn visit_bool<E>(self, value: bool) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_i64<E>(self, value: i64) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_u64<E>(self, value: u64) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_f64<E>(self, value: f64) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_str<E>(self, value: &str) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_string<E>(self, value: String) -> Result<Unique, E> {
-                Ok(Unique(value.into()))
-            }
-
-            fn visit_seq<A: SeqAccess<'de>>(self, mut list: A) -> Result<Unique, A::Error> {
-                let mut values = Vec::new();
-                while let Some(Unique(value)) = list.next_element()? {
-                    values.push(value);
-                }
-                Ok(Unique(values.into()))
-            }
-
-            fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Unique, A::Error> {
-                let mut map = Map::new();
-                while let Some((key, Unique(value))) = entries.next_entry::<String, _>()? {
-                    if map.contains_key(&key) {
-                        return Err(A::Error::custom(format!("the key {key:?} occurs twice")));
-                    }
-                    map.insert(key, value);
-                }
-                Ok(Unique(map.into()))
-            }
-        }
-        deserializer.deserialize_any(AnyValue)
-    }
-}
-
-/// Reads a JSON text whose value is exactly what was written: no repeated keys, no rounded whole
-/// numbers.
-pub(super) fn exact(text: &str) -> Result<Value, String> {
-    let Unique(value) = serde_json::from_str(text).map_err(|error| error.to_string())?;
-    match inexact_integer(text) {
-        Some(number) => Err(rounded(number)),
-        None => Ok(value),
-    }
-}
-
-fn rounded(number: &str) -> String {
-    format!("the number {number} has more than 64 bits")
 }
 
 #[cfg(test)]

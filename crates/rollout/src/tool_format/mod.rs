@@ -12,6 +12,7 @@ mod schema;
 mod xml;
 
 use crate::api::Action;
+use orchestrate_types::exact_json;
 use serde_json::{Value, json};
 
 const OPEN: &str = "<tool_call>";
@@ -57,7 +58,7 @@ pub(crate) fn read_arguments(text: &str) -> Result<Value, String> {
     if text.trim().is_empty() {
         return Ok(Value::Object(serde_json::Map::new()));
     }
-    json::exact(text)
+    exact_json(text.as_bytes())
 }
 
 impl ToolFormat {

@@ -1,6 +1,6 @@
 //! What the JSON schema of a tool says about an argument that is written as plain text.
 
-use super::json;
+use orchestrate_types::exact_json;
 use serde_json::Value;
 use std::cell::Cell;
 use std::collections::HashSet;
@@ -129,7 +129,7 @@ impl<'a> Parameters<'a> {
             "True" if may_be(Kinds::BOOLEAN) => Some(Value::Bool(true)),
             "False" if may_be(Kinds::BOOLEAN) => Some(Value::Bool(false)),
             "None" if may_be(Kinds::NULL) && !may_be(Kinds::STRING) => Some(Value::Null),
-            text => json::exact(text).ok(),
+            text => exact_json(text.as_bytes()).ok(),
         };
         let left = Cell::new(MAX_SCHEMAS);
         let literals: Option<Vec<&Value>> = declared

@@ -20,7 +20,7 @@ use crate::r2e::{R2eRow, WORKDIR};
 use crate::task::{Origin, Split, Task, TestStatus};
 use crate::task_file::TaskFile;
 use issue::Failure;
-use orchestrate_types::TaskId;
+use orchestrate_types::{TaskId, mended_json};
 use rand::SeedableRng;
 use rand::seq::SliceRandom;
 use rand_chacha::ChaCha8Rng;
@@ -57,6 +57,12 @@ pub enum Rejection {
         failed: usize,
         /// Number of tests that pass in the unmodified repository.
         total: usize,
+    },
+    /// Failures are reported in a form that cannot be read.
+    #[error("{unreadable} reported failures cannot be read")]
+    UnreadableFailures {
+        /// Number of reports that are not as the runner writes them.
+        unreadable: usize,
     },
 }
 
@@ -181,7 +187,7 @@ impl TaskGenerator {
         }
         let (tree, solved, faulty) =
             self.apply_mutant(path, mutant).ok_or(Rejection::Undetected)?;
-        let failures = parse_failures(log);
+        let failures = parse_failures(log)?;
         let detected = row::DetectedMutant { tree, solved, faulty, failures, log };
         Ok(row::build(self, path, mutant, detected))
     }
@@ -310,10 +316,22 @@ fn parse_results(log: &[u8]) -> Option<BTreeMap<String, TestStatus>> {
 }
 
 /// The failures that the runner reports in `log`.
-fn parse_failures(log: &[u8]) -> Vec<Failure> {
+///
+/// # Errors
+/// If a report cannot be read, because output of the tree is mixed with it: the issue would be written
+/// without that failure.
+fn parse_failures(log: &[u8]) -> Result<Vec<Failure>, Rejection> {
     let text = String::from_utf8_lossy(log);
     let lines = text.lines().filter_map(|line| line.strip_prefix(FAILURE_PREFIX));
-    lines.filter_map(|line| serde_json::from_str(line).ok()).collect()
+    let read = |line: &str| {
+        serde_json::from_str(line)
+            .or_else(|_| serde_json::from_slice(&mended_json(line.as_bytes())))
+    };
+    let failures: Vec<serde_json::Result<Failure>> = lines.map(read).collect();
+    match failures.iter().filter(|failure| failure.is_err()).count() {
+        0 => Ok(failures.into_iter().flatten().collect()),
+        unreadable => Err(Rejection::UnreadableFailures { unreadable }),
+    }
 }
 
 #[cfg(test)]

@@ -116,6 +116,15 @@ fn faults_that_no_test_or_every_test_detects_are_rejected() {
         generator.make_row("calc.py", &mutant, b"Killed").unwrap_err(),
         Rejection::NoSummary
     );
+    let mixed = [
+        format!("{FAILURE_PREFIX}{{\"test\": \"{DOUBLE}\", \"message\": \"a\"}}\n").into_bytes(),
+        format!("{FAILURE_PREFIX}{{\"test\": printed by the tree\n").into_bytes(),
+        log(&[&format!("FAILED {DOUBLE} - assert 1 == 4"), &half]),
+    ];
+    assert_eq!(
+        generator.make_row("calc.py", &mutant, &mixed.concat()).unwrap_err(),
+        Rejection::UnreadableFailures { unreadable: 1 }
+    );
 }
 
 #[test]

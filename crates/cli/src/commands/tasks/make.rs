@@ -36,6 +36,7 @@ const NOT_VERIFIED: &str = "not proved";
 const NO_SUMMARY: &str = "without an end";
 const UNDETECTED: &str = "seen by no test";
 const TOO_MANY_FAILURES: &str = "seen by most tests";
+const UNREADABLE_FAILURES: &str = "unreadable failure report";
 
 /// Runs the command.
 pub(super) async fn make(args: MakeArgs) -> anyhow::Result<ExitCode> {
@@ -265,7 +266,11 @@ impl Maker<'_> {
                 );
                 bail!(unusable(self.args, why));
             }
-            Err(Rejection::Undetected | Rejection::TooManyFailures { .. }) => {
+            Err(
+                Rejection::Undetected
+                | Rejection::TooManyFailures { .. }
+                | Rejection::UnreadableFailures { .. },
+            ) => {
                 let why = format!(
                     "no test passes in image {image}; choose other --tests or another --image; end of \
                      the log:\n{}",
@@ -315,6 +320,9 @@ impl Maker<'_> {
             }
             Err(Rejection::TooManyFailures { .. }) => {
                 return Ok(Outcome::Rejected(TOO_MANY_FAILURES.to_owned()));
+            }
+            Err(Rejection::UnreadableFailures { .. }) => {
+                return Ok(Outcome::Rejected(UNREADABLE_FAILURES.to_owned()));
             }
         };
         let task = row.to_task()?;

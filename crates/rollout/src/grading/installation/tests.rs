@@ -171,3 +171,31 @@ fn files_that_load_code_are_compared_line_by_line() {
     unreadable.files.insert(format!("{SITE}/easy-install.pth"), None);
     assert!(rules.new_hook(&unreadable).is_some());
 }
+
+#[test]
+fn a_file_whose_name_is_not_utf_8_is_named_and_does_not_hide_the_others() {
+    use std::ffi::OsStr;
+    use std::os::unix::ffi::OsStrExt as _;
+
+    let folder = tempfile::tempdir().unwrap();
+    let tree = folder.path().to_str().unwrap();
+    for name in [&b"a\xff-info"[..], b"a\\udcff-info", "\u{e9}-info".as_bytes()] {
+        let package = folder.path().join(OsStr::from_bytes(name));
+        fs_err::create_dir(&package).unwrap();
+        fs_err::write(package.join("entry_points.txt"), "[pytest11]\nhook = hook\n").unwrap();
+    }
+    let arguments = ["-I", "-S", "-B", "-X", "utf8", "-c", include_str!("../installed.py"), tree];
+    let Ok(output) = std::process::Command::new("python3").args(arguments).output() else {
+        orchestrate_e2e::skip::skip("python", "no python3");
+        return;
+    };
+    let mut found: Installed = serde_json::from_slice(&output.stdout).unwrap();
+    found.files.retain(|path, _| path.starts_with(tree));
+    let names: Vec<&str> = found.files.keys().filter_map(|path| path.strip_prefix(tree)).collect();
+    let expected = [r"/a\\udcff-info", r"/a\udcff-info", "/\u{e9}-info"];
+    assert_eq!(names, expected.map(|name| format!("{name}/entry_points.txt")));
+
+    let (image, existed) = (image(), |_: &str| false);
+    let rules = InstallationRules::new(tree, "owner/calc", EDITABLE, &image, &existed);
+    assert!(rules.new_hook(&found).is_some_and(|path| path.contains("udcff")));
+}
