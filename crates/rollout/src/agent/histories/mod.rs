@@ -179,7 +179,10 @@ impl World {
         let mut new: BTreeMap<u32, Vec<Call>> = BTreeMap::new();
         for call in self.log.calls() {
             if call.ordinal >= first && !call.is_refused {
-                new.entry(call.ordinal).or_default().push(call);
+                let calls: &mut Vec<Call> = new.entry(call.ordinal).or_default();
+                // Asked again from the first row on: the rows before belonged to other weights.
+                calls.retain(|before| before.ids.is_empty() || before.prompt != call.prompt);
+                calls.push(call);
             }
         }
         new
@@ -226,7 +229,12 @@ impl World {
         let completion: usize = sampled.iter().map(|(_, ids)| ids.len()).sum();
         assert_eq!(got.usage, (prompt.len() as u64, completion as u64));
         for reply in got.replies {
-            let found = sampled.iter().position(|(sampled, _)| *sampled == reply);
+            let ids = |reply: &WireReply| -> Vec<Option<String>> {
+                reply.calls.iter().map(|call| call.id.clone()).collect()
+            };
+            let is_got =
+                |(sampled, _): &(WireReply, _)| *sampled == reply && ids(sampled) == ids(&reply);
+            let found = sampled.iter().position(is_got);
             let found = found.unwrap_or_else(|| panic!("{reply:?} is none of {sampled:?}"));
             sampled.remove(found);
         }
@@ -269,9 +277,17 @@ async fn random_conversation(seed: u64, requests: usize) -> Totals {
             world.update().await;
         }
         let known: Vec<Asked> = world.reference.known().cloned().collect();
-        let mut questions = vec![agent.question(&known)];
+        let reference = &world.reference;
+        let mut question = || loop {
+            // Which of two replies an agent means may not be known; the tree's own tests have the rule.
+            let question = agent.question(&known);
+            if !reference.is_ambiguous(&question.asked) {
+                return question;
+            }
+        };
+        let mut questions = vec![question()];
+        let other = question();
         if agent.one_in(6) {
-            let other = agent.question(&known);
             // Replies are told apart by their prompts.
             let prompt_of = |question: &Question| world.reference.prompt_of(&question.asked);
             if prompt_of(&other) != prompt_of(&questions[0]) {

@@ -34,9 +34,11 @@ pub(super) struct WireReply {
     pub(super) calls: Vec<WireCall>,
 }
 
-/// A tool call. Ids do not count: clients make their own.
+/// A tool call. Two are equal whatever their ids are: clients may make their own.
 #[derive(Debug, Clone)]
 pub(super) struct WireCall {
+    /// As the reply had it; `None` if the client forgot it.
+    pub(super) id: Option<String>,
     pub(super) name: String,
     /// JSON, as text.
     pub(super) arguments: String,
@@ -50,7 +52,7 @@ impl PartialEq for WireCall {
 
 impl WireCall {
     pub(super) fn new(name: &Value, arguments: &Value) -> Self {
-        Self { name: text_of(name), arguments: arguments.to_string() }
+        Self { id: None, name: text_of(name), arguments: arguments.to_string() }
     }
 
     pub(super) fn arguments(&self) -> Value {
@@ -200,7 +202,9 @@ fn sent(history: &[Entry]) -> Vec<SentEntry<'_>> {
     for (index, entry) in history.iter().enumerate() {
         let ids = match entry {
             Entry::Reply(reply) => {
-                (0..reply.calls.len()).map(|n| format!("c{index}_{n}")).collect()
+                let calls = reply.calls.iter().enumerate();
+                let own = |n: usize| format!("c{index}_{n}");
+                calls.map(|(n, call)| call.id.clone().unwrap_or_else(|| own(n))).collect()
             }
             Entry::Result(_) => {
                 let calls = sent.iter().rev().find(|sent| matches!(sent.entry, Entry::Reply(_)));
@@ -254,7 +258,7 @@ fn items(SentEntry { entry, ids }: &SentEntry<'_>) -> Vec<Value> {
                 json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]})
             });
             let calls = reply.calls.iter().zip(ids).map(|(call, id)| {
-                let WireCall { name, arguments } = call;
+                let WireCall { name, arguments, .. } = call;
                 json!({"type": "function_call", "call_id": id, "name": name, "arguments": arguments})
             });
             let text = message("assistant", "output_text", &reply.text);
@@ -372,6 +376,7 @@ fn text_of(value: &Value) -> String {
 
 fn of_message(message: &Value) -> WireReply {
     let calls = message["tool_calls"].as_array().into_iter().flatten().map(|call| WireCall {
+        id: Some(text_of(&call["id"])),
         name: text_of(&call["function"]["name"]),
         arguments: text_of(&call["function"]["arguments"]),
     });
@@ -389,6 +394,7 @@ fn of_items(items: &[Value]) -> WireReply {
             "reasoning" => reply.thinking = Some(text_of(&item["summary"][0]["text"])),
             "message" => reply.text.push_str(&text_of(&item["content"][0]["text"])),
             "function_call" => reply.calls.push(WireCall {
+                id: Some(text_of(&item["call_id"])),
                 name: text_of(&item["name"]),
                 arguments: text_of(&item["arguments"]),
             }),
@@ -405,6 +411,7 @@ fn of_blocks(blocks: &[Value]) -> WireReply {
             "thinking" => reply.thinking = Some(text_of(&block["thinking"])),
             "text" => reply.text.push_str(&text_of(&block["text"])),
             "tool_use" => reply.calls.push(WireCall {
+                id: Some(text_of(&block["id"])),
                 name: text_of(&block["name"]),
                 arguments: block["input"].to_string(),
             }),
