@@ -91,6 +91,9 @@ impl Conversation {
             *state.recognised.entry(Recognition::Returned).or_default() += 1;
             return Ok(served.wait(client));
         }
+        if let Some(number) = place.reply(&state.tree) {
+            state.receipts.is_continued(number);
+        }
         let mut planned = self.plan(state, ask, (place, tools))?;
         planned.live = text.and_then(|text| self.live_text(&planned.line, ask, text));
         let served = state.receipts.open(digest, planned.live.clone());

@@ -185,6 +185,15 @@ impl Place {
         }
     }
 
+    /// Number of the reply that a request of this place continues.
+    pub(crate) fn reply<L>(self, tree: &Tree<L>) -> Option<u32> {
+        let (Self::Tip { branch } | Self::Fork { branch, .. }) = self else { return None };
+        match tree.branches.get(branch)?.steps.get(self.steps(tree).checked_sub(1)?)? {
+            Step::Reply { reply, .. } => Some(reply.number),
+            Step::Given(_) => None,
+        }
+    }
+
     pub(crate) fn cause(self) -> Option<ForkCause> {
         match self {
             Self::Tip { .. } => None,

@@ -83,6 +83,7 @@ struct Totals {
     faults: usize,
     updates: u64,
     departures: usize,
+    closed: usize,
     repeats: usize,
     several_versions: usize,
     several_workers: usize,
@@ -133,6 +134,12 @@ impl World {
             let (path, body) = questions[0].request();
             self.client.post_and_leave(path, &body, || log.is_holding()).await;
             self.totals.departures += 1;
+        }
+        if !holds && questions.len() == 1 && agent.one_in(10) {
+            // The client has a part of the reply, and asks again without saying so.
+            let (path, body) = questions[0].request();
+            self.client.post_and_close(path, &body).await;
+            self.totals.closed += 1;
         }
         for (index, question) in questions.iter().enumerate() {
             let (client, (path, body)) = (self.client.clone(), question.request());
@@ -318,6 +325,7 @@ async fn random_histories_in_all_dialects_equal_the_naive_reference() {
         all.faults += one.faults;
         all.updates += one.updates;
         all.departures += one.departures;
+        all.closed += one.closed;
         all.repeats += one.repeats;
         all.several_versions += one.several_versions;
         all.several_workers += one.several_workers;
@@ -333,7 +341,8 @@ async fn random_histories_in_all_dialects_equal_the_naive_reference() {
     for cause in [ForkCause::Tools, ForkCause::Opening, ForkCause::History, ForkCause::Repeated] {
         assert!(all.forks.contains_key(&cause), "{cause:?} did not occur: {all:?}");
     }
-    let occurred = [all.faults, all.departures, all.repeats, all.several_versions, all.stopped];
+    let occurred =
+        [all.faults, all.departures, all.closed, all.repeats, all.several_versions, all.stopped];
     assert!(occurred.iter().all(|count| *count > 0), "{all:?}");
     assert!(all.several_workers > 0, "{all:?}");
 }

@@ -36,6 +36,8 @@ pub(super) enum Asked {
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     from: Vec<usize>,
+    /// Whether the request goes on where no other one did.
+    is_tip: bool,
     pub(super) prompt: Vec<u32>,
 }
 
@@ -216,7 +218,7 @@ impl Reference {
         let prompt = self.prompt(asked, from.first().copied());
         let past = self.past(asked, &from);
         self.asked.push(past);
-        Place { from, prompt }
+        Place { from, is_tip: tip.is_some(), prompt }
     }
 
     /// A request with the replies that it continues as they were sampled.
@@ -307,6 +309,11 @@ impl Reference {
             let known = &self.known[*from].rows;
             rows.resize(known.len(), 0);
             rows.iter_mut().zip(known).for_each(|(row, known)| *row |= known);
+        }
+        if !place.is_tip {
+            // A branch has its rows from any other one that begins with the same tokens.
+            let known = beginnings(&place.prompt).into_iter().take(rows.len());
+            rows = known.map(|beginning| self.computed[&beginning]).collect();
         }
         let mut tokens = place.prompt.clone();
         let mut versions = Vec::new();

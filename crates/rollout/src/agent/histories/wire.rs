@@ -448,10 +448,20 @@ impl Client {
         let (mut client, mut serving) = self.send(path, body, is_retry).await;
         let mut reply = String::new();
         client.read_to_string(&mut reply).await.unwrap();
+        drop(client);
         serving.join_next().await;
         let (head, text) = reply.split_once("\r\n\r\n").unwrap();
         assert_eq!(head.split(' ').nth(1), Some("200"), "{reply}");
         text.to_owned()
+    }
+
+    /// Sends a request, and closes the connection in the middle of its reply.
+    pub(super) async fn post_and_close(&self, path: &str, body: &Value) {
+        let (mut client, mut serving) = self.send(path, body, false).await;
+        // All of it was written: it fits into the stream's buffer.
+        client.read_exact(&mut [0; 20]).await.unwrap();
+        drop(client);
+        serving.join_next().await;
     }
 
     /// Sends a request, and leaves before its reply, once `has_come` says that it was received.
