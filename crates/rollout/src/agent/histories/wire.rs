@@ -427,14 +427,24 @@ pub(super) struct Client(pub(super) Router);
 
 impl Client {
     async fn send(&self, path: &str, body: &Value, is_retry: bool) -> (DuplexStream, JoinSet<()>) {
+        // Without chunks: the end of the connection ends the reply.
+        self.send_as("HTTP/1.0", path, body, is_retry).await
+    }
+
+    async fn send_as(
+        &self,
+        version: &str,
+        path: &str,
+        body: &Value,
+        is_retry: bool,
+    ) -> (DuplexStream, JoinSet<()>) {
         let (mut client, server) = tokio::io::duplex(1 << 20);
         let mut serving = JoinSet::new();
         serving.spawn(serve_stream(server, self.0.clone()));
         let body = body.to_string();
         let retries = u8::from(is_retry);
-        // Without chunks: the end of the connection ends the reply.
         let head = format!(
-            "POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+            "POST {path} {version}\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
              x-stainless-retry-count: {retries}\r\n\r\n",
             body.len()
         );
@@ -457,7 +467,7 @@ impl Client {
 
     /// Sends a request, and closes the connection in the middle of its reply.
     pub(super) async fn post_and_close(&self, path: &str, body: &Value) {
-        let (mut client, mut serving) = self.send(path, body, false).await;
+        let (mut client, mut serving) = self.send_as("HTTP/1.1", path, body, false).await;
         // All of it was written: it fits into the stream's buffer.
         client.read_exact(&mut [0; 20]).await.unwrap();
         drop(client);
