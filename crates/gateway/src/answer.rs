@@ -207,7 +207,7 @@ pub(crate) fn with_headers(
 /// What is left to send of a reply, and who is told at its end.
 #[derive(Debug)]
 pub(crate) struct Frames {
-    frames: std::vec::IntoIter<Bytes>,
+    unsent: std::vec::IntoIter<Bytes>,
     receipts: Vec<Receipt>,
     /// Holds the receipts once everything is sent; without it, they are delivered then.
     connection: Option<Unconfirmed>,
@@ -219,7 +219,7 @@ impl Frames {
         receipts: Vec<Receipt>,
         connection: Option<Unconfirmed>,
     ) -> Self {
-        Self { frames: frames.into_iter(), receipts, connection }
+        Self { unsent: frames.into_iter(), receipts, connection }
     }
 
     fn of(frames: Vec<Bytes>, replies: Vec<Sampled>, connection: Option<Unconfirmed>) -> Self {
@@ -228,7 +228,7 @@ impl Frames {
 
     /// The next frame. The connection asks for one after the last when it has taken that one.
     fn next(&mut self) -> Option<Bytes> {
-        let next = self.frames.next();
+        let next = self.unsent.next();
         if next.is_none() {
             for receipt in self.receipts.drain(..) {
                 match &self.connection {
