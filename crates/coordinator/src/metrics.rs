@@ -104,6 +104,7 @@ fn with_episodes(line: StepLine, members: &[SealedMember]) -> StepLine {
         truncated_episodes: Some(truncated as u64),
         suspicious: Some(suspicious(members)),
         forks: Some(forks(members)).filter(|forks| !forks.is_empty()),
+        recognised_requests: Some(recognised(members)).filter(|requests| !requests.is_empty()),
         overridden_fields: Some(overridden_fields(members)).filter(|fields| !fields.is_empty()),
         worker_metrics: Some(worker_metrics(members)).filter(|means| !means.is_empty()),
         unread_turns: Some(sum(|m| m.summary.unread_turns)).filter(|turns| *turns > 0),
@@ -148,6 +149,15 @@ fn forks(members: &[SealedMember]) -> BTreeMap<String, u64> {
     let mut counts = BTreeMap::new();
     for (cause, number) in members.iter().flat_map(|member| &member.summary.forks) {
         *counts.entry(cause.name().to_owned()).or_default() += number;
+    }
+    counts
+}
+
+/// Requests by the rules that recognised them; only rules that applied.
+fn recognised(members: &[SealedMember]) -> BTreeMap<String, u64> {
+    let mut counts = BTreeMap::new();
+    for (rule, number) in members.iter().flat_map(|member| &member.summary.recognised_requests) {
+        *counts.entry(rule.name().to_owned()).or_default() += number;
     }
     counts
 }

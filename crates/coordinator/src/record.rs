@@ -6,7 +6,7 @@ use jiff::Timestamp;
 use orchestrate_handoff::protocol::{StepMetrics, StepResult};
 use orchestrate_handoff::{BatchSample, BranchWeight, Overlong};
 use orchestrate_metrics::SCHEMA_VERSION;
-use orchestrate_rollout::{EpisodeBranch, EpisodeReport, ForkCause, Timings, TurnLog};
+use orchestrate_rollout::{EpisodeBranch, EpisodeReport, ForkCause, Recognition, Timings, TurnLog};
 use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_store::{AttemptRow, EpisodeRecord, RowSpan, StepRow, StoredBranch, StoredRouting};
 use orchestrate_tasks::{Finding, Verdict};
@@ -115,6 +115,9 @@ pub struct EpisodeSummary {
     /// Branches that began after the first, by cause.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub forks: BTreeMap<ForkCause, u64>,
+    /// Requests of the agent by the counted rules that recognised them.
+    #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
+    pub recognised_requests: BTreeMap<Recognition, u64>,
     /// Requests of the agent with a field that something else decided, by field.
     #[serde(default, skip_serializing_if = "BTreeMap::is_empty")]
     pub overridden_fields: BTreeMap<String, u64>,
@@ -195,6 +198,7 @@ pub(crate) fn to_record(
         cacheable_tokens: report.cacheable_tokens,
         timings: report.timings,
         forks: report.forks,
+        recognised_requests: report.recognised,
         overridden_fields: overridden_fields(&report.turns),
         metrics: report.metrics,
         suspicious: report.verdict.as_ref().map(|v| v.suspicious.clone()).unwrap_or_default(),
@@ -226,6 +230,7 @@ pub(crate) fn broken_report(
         outcome,
         branches: Vec::new(),
         forks: BTreeMap::new(),
+        recognised: BTreeMap::new(),
         routing_problem: None,
         turns: Vec::new(),
         patch: String::new(),

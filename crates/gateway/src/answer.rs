@@ -1,5 +1,6 @@
 //! From an HTTP request to its reply: body, sampling, keep-alives, and the receipt.
 
+use crate::connection::Unconfirmed;
 use crate::episode::Episode;
 use crate::fields;
 use crate::options::GatewayOptions;
@@ -66,6 +67,7 @@ async fn try_sample<W: Wire>(
     episode: &Episode,
     request: Request,
 ) -> Result<Response, Problem> {
+    let connection = connection_of(&request);
     let (request, wire) = read::<W>(options, episode, request, Purpose::Sample).await?;
     let envelope = envelope(episode);
     let overridden = request.overridden.header();
@@ -76,7 +78,7 @@ async fn try_sample<W: Wire>(
     if !wire.streams() {
         let replies = sampling.await?;
         let body = Bytes::from(wire.reply(&envelope, &replies).to_string());
-        let body = Body::from_stream(Frames::of(vec![body], replies).stream());
+        let body = Body::from_stream(Frames::of(vec![body], replies, connection).stream());
         return Ok(with_headers(body, "application/json", &envelope, overridden));
     }
     let keep_alive = options.keep_alive;
@@ -88,6 +90,7 @@ async fn try_sample<W: Wire>(
         text,
         keep_alive,
         sent: Sent::default(),
+        connection,
     };
     // An error that comes soon has its status; later the stream has begun.
     let frames = match live.next().await {
@@ -95,6 +98,11 @@ async fn try_sample<W: Wire>(
         Next::Frame(first) => stream::iter([Ok(first)]).chain(live.stream()).boxed(),
     };
     Ok(with_headers(Body::from_stream(frames), "text/event-stream", &envelope, overridden))
+}
+
+/// The connection of a request, if it holds the receipts of its replies.
+pub(crate) fn connection_of(request: &Request) -> Option<Unconfirmed> {
+    request.extensions().get().cloned()
 }
 
 /// The metadata of a reply: id, model and creation time.
@@ -199,24 +207,35 @@ pub(crate) fn with_headers(
 /// What is left to send of a reply, and who is told at its end.
 #[derive(Debug)]
 pub(crate) struct Frames {
-    frames: std::vec::IntoIter<Bytes>,
+    unsent: std::vec::IntoIter<Bytes>,
     receipts: Vec<Receipt>,
+    /// Holds the receipts once everything is sent; without it, they are delivered then.
+    connection: Option<Unconfirmed>,
 }
 
 impl Frames {
-    pub(crate) fn new(frames: Vec<Bytes>, receipts: Vec<Receipt>) -> Self {
-        Self { frames: frames.into_iter(), receipts }
+    pub(crate) fn new(
+        frames: Vec<Bytes>,
+        receipts: Vec<Receipt>,
+        connection: Option<Unconfirmed>,
+    ) -> Self {
+        Self { unsent: frames.into_iter(), receipts, connection }
     }
 
-    fn of(frames: Vec<Bytes>, replies: Vec<Sampled>) -> Self {
-        Self::new(frames, replies.into_iter().map(|reply| reply.receipt).collect())
+    fn of(frames: Vec<Bytes>, replies: Vec<Sampled>, connection: Option<Unconfirmed>) -> Self {
+        Self::new(frames, replies.into_iter().map(|reply| reply.receipt).collect(), connection)
     }
 
     /// The next frame. The connection asks for one after the last when it has taken that one.
     fn next(&mut self) -> Option<Bytes> {
-        let next = self.frames.next();
+        let next = self.unsent.next();
         if next.is_none() {
-            self.receipts.drain(..).for_each(Receipt::delivered);
+            for receipt in self.receipts.drain(..) {
+                match &self.connection {
+                    Some(connection) => connection.hold(receipt),
+                    None => receipt.delivered(),
+                }
+            }
         }
         next
     }
@@ -236,6 +255,7 @@ struct Live<W> {
     text: Option<ShownText>,
     keep_alive: Duration,
     sent: Sent,
+    connection: Option<Unconfirmed>,
 }
 
 /// What a [`Live`] stream does next.
@@ -294,7 +314,8 @@ impl<W: Wire> Live<W> {
         let problem = match result {
             Ok(replies) if replies.iter().all(|reply| self.sent.is_continued_by_reply(reply)) => {
                 let events = self.wire.events(&self.envelope, &self.sent, &replies);
-                return Frames::of(vec![Bytes::from(events.concat())], replies);
+                let connection = self.connection.clone();
+                return Frames::of(vec![Bytes::from(events.concat())], replies, connection);
             }
             // Without its receipt, the reply is owed to a client that sends the request again.
             Ok(_) => Problem::new(Kind::Unavailable, CONTRADICTION),
@@ -302,7 +323,7 @@ impl<W: Wire> Live<W> {
         };
         note(&self.episode, &problem);
         let events = self.wire.late_error(&self.envelope, &self.sent, &problem);
-        Frames::new(vec![Bytes::from(events.concat())], Vec::new())
+        Frames::new(vec![Bytes::from(events.concat())], Vec::new(), None)
     }
 
     fn stream(self) -> impl Stream<Item = Result<Bytes, Infallible>> + Send {

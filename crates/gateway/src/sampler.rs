@@ -10,6 +10,7 @@ use async_trait::async_trait;
 use serde_json::Value;
 use std::fmt::Debug;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use thiserror::Error;
 use tokio::sync::oneshot;
 
@@ -214,26 +215,37 @@ pub struct SampledToken {
     pub logprob: f32,
 }
 
-/// Told that the client was sent a whole reply. Dropped without that, the reply was not delivered:
+/// Told that the client has a whole reply. Dropped without that, the reply was not delivered:
 /// a client that repeats the request is owed the same tokens.
 #[derive(Debug)]
-pub struct Receipt(Option<oneshot::Sender<()>>);
+pub struct Receipt {
+    sender: Option<oneshot::Sender<()>>,
+    was_sent: Arc<AtomicBool>,
+}
 
 impl Receipt {
     /// A receipt and the end that waits for it.
     pub fn new() -> (Self, Delivery) {
         let (sender, receiver) = oneshot::channel();
-        (Self(Some(sender)), Delivery { receiver, known: None })
+        let was_sent = Arc::new(AtomicBool::new(false));
+        let receipt = Self { sender: Some(sender), was_sent: Arc::clone(&was_sent) };
+        (receipt, Delivery { receiver, known: None, was_sent })
     }
 
     /// A receipt that informs no one.
     pub fn ignored() -> Self {
-        Self(None)
+        Self { sender: None, was_sent: Arc::default() }
     }
 
     /// The last byte was handed to the connection.
-    pub fn delivered(self) {
-        if let Some(sender) = self.0 {
+    pub fn sent(&mut self) {
+        self.was_sent.store(true, Ordering::Release);
+    }
+
+    /// The client has the reply.
+    pub fn delivered(mut self) {
+        self.sent();
+        if let Some(sender) = self.sender {
             // Without a receiver no one waits.
             let _ = sender.send(());
         }
@@ -246,6 +258,7 @@ pub struct Delivery {
     receiver: oneshot::Receiver<()>,
     /// The answer, once it was read.
     known: Option<bool>,
+    was_sent: Arc<AtomicBool>,
 }
 
 impl Delivery {
@@ -257,7 +270,13 @@ impl Delivery {
         }
     }
 
-    /// Whether the reply was delivered; `None` while it is being sent.
+    /// Whether the last byte was handed to the connection, which may have lost it.
+    pub fn was_sent(&self) -> bool {
+        self.was_sent.load(Ordering::Acquire)
+    }
+
+    /// Whether the reply was delivered; `None` while it is being sent, and while the client that it was
+    /// sent to keeps its connection open.
     pub fn now(&mut self) -> Option<bool> {
         if self.known.is_none() {
             self.known = match self.receiver.try_recv() {
@@ -317,10 +336,14 @@ mod tests {
         let (receipt, mut delivery) = Receipt::new();
         assert_eq!(delivery.now(), None);
         receipt.delivered();
+        assert!(delivery.was_sent());
         assert!(delivery.wait().await);
-        let (receipt, mut delivery) = Receipt::new();
+        let (mut receipt, mut delivery) = Receipt::new();
+        assert!(!delivery.was_sent());
+        receipt.sent();
+        assert_eq!((delivery.now(), delivery.was_sent()), (None, true));
         drop(receipt);
-        assert_eq!(delivery.now(), Some(false));
+        assert_eq!((delivery.now(), delivery.was_sent()), (Some(false), true));
         assert!(!delivery.wait().await);
     }
 }

@@ -1,7 +1,7 @@
 //! Token-level sampling: vLLM's `/inference/v1/generate`, for clients that render prompts
 //! themselves.
 
-use crate::answer::{Frames, body_of, envelope, note, with_headers};
+use crate::answer::{Frames, body_of, connection_of, envelope, note, with_headers};
 use crate::dialect::Dialect;
 use crate::episode::Episode;
 use crate::fields;
@@ -101,6 +101,7 @@ async fn try_generate(
     episode: &Episode,
     request: Request,
 ) -> Result<Response, Problem> {
+    let connection = connection_of(&request);
     let (body, repeats) = body_of(options, episode, request).await?;
     let request = TokenRequest { repeats, ..parse(&body)? };
     let prompt = Arc::clone(&request.token_ids);
@@ -108,7 +109,7 @@ async fn try_generate(
     let sampled = episode.sampler().generate(request).await?;
     let envelope = envelope(episode);
     let body = reply(&envelope.id, prompt.len(), &sampled)?;
-    let frames = Frames::new(vec![body], vec![sampled.receipt]);
+    let frames = Frames::new(vec![body], vec![sampled.receipt], connection);
     Ok(with_headers(Body::from_stream(frames.stream()), "application/json", &envelope, overridden))
 }
 

@@ -77,6 +77,10 @@ metrics_line! {
         /// Branches that began in conversations of agents with their own loop, by cause: `tools`, `opening`,
         /// `history`, `repeated`, `thinking`. Absent if none did.
         forks: BTreeMap<String, u64>, "branches by cause", healthy: "as many as the agent compacts its history or starts sub-agents; `history` in every episode means that it edits its history";
+        /// Requests of agents that begin no branch, by how they were recognised: `ambiguous` ones continue
+        /// one of several replies that what was sent back does not tell apart, `returned` ones repeat a
+        /// request whose reply did not arrive, and got it. Absent if there are none.
+        recognised_requests: BTreeMap<String, u64>, "requests by rule", healthy: "few; `ambiguous` means that the agent asks for several replies and sends neither their ids nor their thinking back";
         /// Requests of agents with a field that something else decided, by field, for example `temperature`
         /// or `tool_choice`. Absent if there are none.
         overridden_fields: BTreeMap<String, u64>, "requests by field", healthy: "as the agent sends them; `tool_choice` means that it expects calls which are not enforced";

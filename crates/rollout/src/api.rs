@@ -1,7 +1,7 @@
 //! The request for an attempt, its report, and the messages of a conversation.
 
 use crate::buffer::Fork;
-use crate::conversation::ForkCause;
+use crate::conversation::{ForkCause, Recognition};
 use orchestrate_routing::RoutingMask;
 use orchestrate_tasks::{Task, Verdict};
 use orchestrate_types::{AttemptId, Outcome, PolicyVersion, RunId, Trajectory};
@@ -157,6 +157,8 @@ pub struct EpisodeReport {
     pub branches: Vec<EpisodeBranch>,
     /// Number of branches that began, by cause, without the first.
     pub forks: BTreeMap<ForkCause, u64>,
+    /// Requests of the agent that were recognised by a rule that is counted.
+    pub recognised: BTreeMap<Recognition, u64>,
     /// Why a routing mask is missing.
     pub routing_problem: Option<String>,
     /// The turns in readable form.

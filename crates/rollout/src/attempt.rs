@@ -143,13 +143,21 @@ impl Attempt {
             }
         });
         let FinishedConversation {
-            branches, routing_problem, rows, counters, turns, forks, ..
+            branches,
+            routing_problem,
+            rows,
+            counters,
+            turns,
+            forks,
+            recognised,
+            ..
         } = finished;
         EpisodeReport {
             attempt: self.calls.request.attempt,
             outcome,
             branches,
             forks,
+            recognised,
             routing_problem,
             turns,
             patch: self.patch,

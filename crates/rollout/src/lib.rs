@@ -57,7 +57,7 @@ pub use api::{
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
 pub use config::{RolloutSection, RolloutSettings};
-pub use conversation::ForkCause;
+pub use conversation::{ForkCause, Recognition};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{
     GradeError, GradeLogs, GradedChange, GradingInputs, GradingRules, KnownVerdict, LogGrader,

@@ -228,14 +228,14 @@ impl Line {
         let buffer = self.buffer.branch(tokens);
         Self {
             buffer,
-            rows: self.rows.as_ref().map(|rows| rows.branch(tokens)),
+            rows: self.rows.as_ref().map(|rows| rows.branch(tokens, self.version)),
             ..self.empty(calls, branch)
         }
     }
 
     /// A line without tokens, which has the rows of its first `common` tokens from this one.
     pub(crate) fn sibling(&self, calls: &Calls, branch: usize, common: usize) -> Self {
-        let rows = self.rows.as_ref().map(|rows| rows.branch(common));
+        let rows = self.rows.as_ref().map(|rows| rows.branch(common, self.version));
         Self { rows, ..self.empty(calls, branch) }
     }
 
@@ -271,6 +271,16 @@ impl Line {
             listener: None,
             turn_is_open: self.turn_is_open,
             counters: self.counters,
+        }
+    }
+
+    /// Whether the rows of `parent` are this line's first ones, and have not been fetched again since
+    /// this line branched from it.
+    pub(crate) fn has_rows_of(&self, parent: &Self) -> bool {
+        match (&self.rows, &parent.rows) {
+            (Some(rows), Some(parent)) => rows.begin_with(parent),
+            (None, None) => true,
+            (Some(_), None) | (None, Some(_)) => false,
         }
     }
 

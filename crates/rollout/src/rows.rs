@@ -1,8 +1,9 @@
-//! The routing rows of one attempt: seeded from the prefix cache, extended by every reply, and
-//! finished as a mask.
+//! The routing rows of one line: seeded from the prefix cache or from the line that it branched from,
+//! extended by every reply, and finished as a mask.
 //!
-//! The invariant: rows seeded from the cache are kept only once a reply has joined them under the
-//! same policy version and, where rows are shared per worker, from the same worker.
+//! The invariant: seeded rows, wherever they come from, are kept only once a reply has joined them under
+//! the policy version of all of them and, where rows are shared per worker, from the worker of all of
+//! them. A line that goes on across a weight update keeps its rows: its own tokens were sampled over them.
 
 use crate::api::RowCounts;
 use orchestrate_engine::Generation;
@@ -39,7 +40,7 @@ pub(crate) enum RowsRefused {
     Routing(#[from] RoutingError),
     /// The seeded rows belong to other weights, or to another worker, than the reply. They have
     /// been dropped, so that another try starts at row 0.
-    #[error("rows from the prefix cache belong to other weights or another worker than the reply")]
+    #[error("seeded rows belong to other weights or another worker than the reply")]
     StaleSeed,
 }
 
@@ -53,15 +54,16 @@ pub(crate) struct EpisodeRows {
     /// The rows before a fork, kept until a reply to the forked prompt arrives.
     unforked: Option<MaskBuilder>,
     chain: Option<PrefixChain>,
-    /// Worker whose rows the chain shares; empty where the whole fleet shares.
+    /// Worker that computed all rows so far, where rows are shared per worker; empty if there is none, or
+    /// the whole fleet shares.
     worker: String,
-    /// Number of leading rows that came from the cache.
+    /// Number of leading rows that came from the cache or from another line.
     seeded: usize,
     pub(crate) counts: RowCounts,
 }
 
 impl EpisodeRows {
-    /// Whether its rows were seeded from the cache and no reply has confirmed them yet: the next reply may
+    /// Whether its rows were seeded and no reply has confirmed them yet: the next reply may
     /// be refused.
     pub(crate) fn has_unconfirmed_seed(&self) -> bool {
         self.seeded > 0 && self.builder.rows() == self.seeded
@@ -99,11 +101,17 @@ impl EpisodeRows {
         self.chain = None;
     }
 
-    /// The rows of another sequence that starts with the first `tokens` tokens of this one. Their memory
-    /// is shared.
-    pub(crate) fn branch(&self, tokens: usize) -> Self {
-        let builder = self.builder.fork(tokens);
-        let counts = RowCounts { shared: builder.rows() as u64, ..RowCounts::default() };
+    /// Seeds the rows of another sequence, which starts with the first `tokens` tokens of this one and
+    /// continues with a reply under `version`. Their memory is shared. Rows of several versions or
+    /// workers, and mixed ones, are left out.
+    pub(crate) fn branch(&self, tokens: usize, version: PolicyVersion) -> Self {
+        let mut builder = self.builder.fork(tokens);
+        let has_moved = self.sharing.scope == SharingScope::Worker && self.worker.is_empty();
+        let is_pure = builder.versions().iter().all(|rows| rows.version == version);
+        if has_moved || !is_pure || !builder.mixed().is_empty() {
+            builder.truncate(0);
+        }
+        let seeded = builder.rows();
         Self {
             shape: Arc::clone(&self.shape),
             model: self.model.clone(),
@@ -111,10 +119,15 @@ impl EpisodeRows {
             builder,
             unforked: None,
             chain: None,
-            worker: String::new(),
-            seeded: 0,
-            counts,
+            worker: self.worker.clone(),
+            seeded,
+            counts: RowCounts::default(),
         }
+    }
+
+    /// Whether the rows of `other` are the first ones of these, not others of the same tokens.
+    pub(crate) fn begin_with(&self, other: &Self) -> bool {
+        self.seeded == other.builder.rows()
     }
 
     fn start_chain(&mut self, version: PolicyVersion, worker: Option<String>) {
@@ -126,15 +139,16 @@ impl EpisodeRows {
         self.chain = Some(PrefixChain::new(&self.shape, &self.model, version, &self.worker));
     }
 
-    /// Takes rows that other episodes fetched for the same tokens under the same weights. Called
-    /// before the first request; `worker` is the worker that will answer, if known.
+    /// Takes rows that other episodes fetched for the same tokens under the same weights, unless it has
+    /// rows of another line. Called before the first request; `worker` is the worker that will answer, if
+    /// known.
     pub(crate) async fn seed(
         &mut self,
         prompt: &[TokenId],
         version: PolicyVersion,
         worker: Option<String>,
     ) {
-        let Some(cache) = self.sharing.cache.clone() else { return };
+        let Some(cache) = self.sharing.cache.clone().filter(|_| self.seeded == 0) else { return };
         self.start_chain(version, worker);
         let Some(chain) = &mut self.chain else { return };
         chain.extend_to(prompt);
@@ -163,17 +177,29 @@ impl EpisodeRows {
             return Err(RowsRefused::WrongEnd { end, expected });
         }
         let first = reply.versions().first().map_or(version, |span| span.version);
-        let moved = self.sharing.scope == SharingScope::Worker && self.worker != reply.worker;
-        let seed_is_stale =
-            self.chain.as_ref().is_some_and(|chain| moved || chain.version() != first);
-        if self.seeded > 0 && self.builder.rows() == self.seeded && seed_is_stale {
+        let per_worker = self.sharing.scope == SharingScope::Worker;
+        let has_moved = per_worker && self.worker != reply.worker;
+        let is_stale =
+            has_moved || self.builder.versions().iter().any(|rows| rows.version != first);
+        if self.has_unconfirmed_seed() && is_stale {
             self.builder.truncate(0);
             self.seeded = 0;
             self.chain = None;
             return Err(RowsRefused::StaleSeed);
         }
+        let is_first = self.builder.rows() == 0;
         let versions = row_versions(reply, prompt, start, end, first);
         self.push(rows, total, &versions, reply.num_retractions)?;
+        if is_first {
+            self.chain.take_if(|chain| has_moved || chain.version() != first);
+            if per_worker {
+                self.worker.clone_from(&reply.worker);
+            }
+        } else if has_moved {
+            // Rows of several workers are not shared any more.
+            self.worker.clear();
+            self.sharing.cache = None;
+        }
         let counts = &mut self.counts;
         counts.wire_bytes += reply.routing_wire_bytes as u64;
         counts.reused += reply.cached_tokens.min(end).saturating_sub(start) as u64;

@@ -39,6 +39,7 @@ fn structured(name: &str) -> Value {
         }
         "suspicious" => json!({"tampered \"x\"\\\n": 1}),
         "forks" => json!({"tools": 2}),
+        "recognised_requests" => json!({"returned": 2}),
         "overridden_fields" => json!({"temperature": 2}),
         "worker_metrics" => json!({"score": 0.25}),
         "ratio" => json!({"mean": 1.0, "max": 2.0, "clipped_high": 0.1, "clipped_low": 0.1}),

@@ -181,6 +181,7 @@ fn report(request: &EpisodeRequest, outcome: Outcome) -> EpisodeReport {
             if request.task.id.contains("forked") { 2 } else { 1 }
         ],
         forks: BTreeMap::new(),
+        recognised: BTreeMap::new(),
         routing_problem: missing.then(|| "engine sent none".to_owned()),
         turns: vec![turn; 2],
         patch: format!("patch of {}", request.task.id),

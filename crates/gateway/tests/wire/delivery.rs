@@ -92,9 +92,14 @@ async fn a_reply_that_was_read_to_its_end_is_delivered() {
 impl Server {
     /// Sends a request over a connection of its own, which stays open.
     async fn send(&self, path: &str, body: &Value) -> TcpStream {
+        self.send_with(path, body, "").await
+    }
+
+    /// The same, with more lines of its head.
+    async fn send_with(&self, path: &str, body: &Value, lines: &str) -> TcpStream {
         let body = body.to_string();
         let head = format!(
-            "POST {}/v1/{path} HTTP/1.1\r\nhost: a\r\ncontent-length: {}\r\n\r\n{body}",
+            "POST {}/v1/{path} HTTP/1.1\r\nhost: a\r\n{lines}content-length: {}\r\n\r\n{body}",
             self.episode.path(),
             body.len()
         );
@@ -137,6 +142,59 @@ async fn a_reply_that_was_read_in_part_is_not_delivered() {
             connection.read_exact(&mut [0; 4000]).await.unwrap();
             drop(connection);
             assert_eq!(sampler.delivered().await, [false], "{path}, stream: {stream}");
+        }
+    }
+}
+
+/// Reads one reply to its end.
+async fn read_reply(stream: &mut TcpStream) -> String {
+    let mut reply = Vec::new();
+    while !reply.ends_with(b"0\r\n\r\n") {
+        assert!(stream.read_buf(&mut reply).await.unwrap() > 0, "{reply:?}");
+    }
+    String::from_utf8(reply).unwrap()
+}
+
+#[tokio::test]
+async fn a_small_reply_that_was_read_in_part_is_not_delivered() {
+    // All of it is in the kernel's buffers when the client closes its end.
+    let content: &'static str = "x".repeat(4000).leak();
+    let sampler = ScriptedSampler::writing(content);
+    let server = Server::start(sampler.clone(), quick()).await;
+    for stream in [false, true] {
+        for (path, mut body) in requests() {
+            body["stream"] = json!(stream);
+            let mut connection = server.send(path, &body).await;
+            connection.read_exact(&mut [0; 100]).await.unwrap();
+            until(|| sampler.sent()).await;
+            drop(connection);
+            assert_eq!(sampler.delivered().await, [false], "{path}, stream: {stream}");
+        }
+    }
+}
+
+#[tokio::test]
+async fn a_connection_that_is_used_again_has_delivered_its_reply() {
+    let sampler = ScriptedSampler::writing("hello");
+    let server = Server::start(sampler.clone(), quick()).await;
+    for (path, body) in requests() {
+        let mut connection = server.send(path, &body).await;
+        assert!(read_reply(&mut connection).await.contains("hello"));
+        connection.write_all(b"GET /models HTTP/1.1\r\nhost: a\r\n\r\n").await.unwrap();
+        assert_eq!(sampler.delivered().await, [true], "{path}");
+    }
+}
+
+#[tokio::test]
+async fn a_client_that_closes_after_the_last_byte_has_the_reply() {
+    let sampler = ScriptedSampler::writing("hello");
+    let server = Server::start(sampler.clone(), quick()).await;
+    for ends in ["connection: close\r\n", ""] {
+        for (path, body) in requests() {
+            let mut connection = server.send_with(path, &body, ends).await;
+            read_reply(&mut connection).await;
+            drop(connection);
+            assert_eq!(sampler.delivered().await, [true], "{path}, {ends:?}");
         }
     }
 }

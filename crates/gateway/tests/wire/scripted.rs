@@ -96,6 +96,12 @@ impl ScriptedSampler {
         futures::future::join_all(deliveries.into_iter().map(Delivery::wait)).await
     }
 
+    /// Whether all replies since then were written to their connections.
+    pub(crate) fn sent(&self) -> bool {
+        let deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        !deliveries.is_empty() && deliveries.iter().all(Delivery::was_sent)
+    }
+
     /// Requests whose client went away before the reply.
     pub(crate) fn dropped(&self) -> usize {
         self.dropped.load(Ordering::SeqCst)

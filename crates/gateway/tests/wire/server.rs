@@ -1,7 +1,7 @@
 //! A gateway on a loopback port.
 
 use crate::scripted::ScriptedSampler;
-use orchestrate_gateway::{GatewayOptions, Registration, Registry};
+use orchestrate_gateway::{GatewayOptions, Registration, Registry, serve_stream};
 use reqwest::{Client, Response};
 use serde_json::Value;
 use std::net::SocketAddr;
@@ -32,9 +32,17 @@ impl Server {
         let episode = registry.register(sampler);
         let router = registry.router();
         let mut tasks = JoinSet::new();
-        tasks.spawn(async move { axum::serve(listener, router).await.unwrap() });
+        tasks.spawn(async move {
+            let mut connections = JoinSet::new();
+            loop {
+                let (stream, _) = listener.accept().await.unwrap();
+                connections.spawn(serve_stream(stream, router.clone()));
+            }
+        });
         let _ = rustls::crypto::ring::default_provider().install_default();
-        Self { address, registry, episode, client: Client::new(), _tasks: tasks }
+        // Each reply has a connection of its own, which the client closes once it has read the reply.
+        let client = Client::builder().pool_max_idle_per_host(0).build().unwrap();
+        Self { address, registry, episode, client, _tasks: tasks }
     }
 
     /// The URL of a path of the episode.

@@ -1,7 +1,9 @@
 //! The gateway's seam over a [`Conversation`].
 
 use crate::api::{Action, Message, MessageExtra};
-use crate::conversation::{Ask, AskError, Conversation, Past, Said, SampledReply, Unanswered};
+use crate::conversation::{
+    Ask, AskError, Conversation, Past, Said, SampledReply, Unanswered, call_id,
+};
 use crate::template::ShownExtras;
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
@@ -170,7 +172,7 @@ impl ConversationSampler {
         let calls = reply.message.tool_calls.iter().enumerate();
         let tool_calls: Vec<gateway::ToolCall> = calls
             .map(|(index, action)| gateway::ToolCall {
-                id: format!("call_{:05}{index:03}", reply.number),
+                id: call_id(reply.number, index),
                 name: action.name.clone(),
                 arguments: action.arguments.to_string(),
             })
@@ -235,8 +237,7 @@ fn history(messages: &[gateway::Message], shown: ShownExtras) -> Vec<Arc<Said>> 
         let called = message.tool_call_id.as_deref().and_then(|id| names.get(id).copied());
         let mut said = said(message);
         if shown.ids {
-            said.message.extra.call_ids =
-                message.tool_calls.iter().map(|call| call.id.clone()).collect();
+            said.message.extra.call_ids.clone_from(&said.call_ids);
             said.message.extra.tool_call_id.clone_from(&message.tool_call_id);
         }
         if shown.names {
@@ -259,11 +260,12 @@ fn said(message: &gateway::Message) -> Said {
         Action { name: call.name.clone(), arguments }
     });
     let reasoning = message.reasoning.clone();
+    let call_ids = message.tool_calls.iter().map(|call| call.id.clone()).collect();
     let message = Message {
         role: role.to_owned(),
         content: message.content.clone(),
         tool_calls: calls.collect(),
         extra: MessageExtra::default(),
     };
-    Said { message, reasoning }
+    Said { message, reasoning, call_ids }
 }

@@ -124,7 +124,11 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
                 }
                 part(tool_call_id.as_deref().unwrap_or_default().as_bytes());
                 part(name.as_deref().unwrap_or_default().as_bytes());
-                // Prompts show the thinking of replies that were not sampled here.
+                // Both tell replies with the same message apart.
+                for (index, id) in said.own_call_ids() {
+                    part(&(index as u64).to_le_bytes());
+                    part(id.as_bytes());
+                }
                 part(said.reasoning.as_deref().unwrap_or_default().as_bytes());
             }
         }

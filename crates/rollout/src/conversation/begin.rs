@@ -4,7 +4,7 @@ use super::ask::{Ask, AskError, Past, digest_of, digest_of_ids};
 use super::live::LiveText;
 use super::served::{Client, Waiting};
 use super::tool_set::ToolSet;
-use super::tree::{Place, Step};
+use super::tree::{Place, Recognition, Step};
 use super::{Conversation, Planned, State};
 use crate::chat::ChatErrorKind;
 use crate::line::{GenerationId, Line};
@@ -88,7 +88,11 @@ impl Conversation {
             if let Some((live, text)) = served.live.as_ref().zip(text) {
                 live.join(text);
             }
+            *state.recognised.entry(Recognition::Returned).or_default() += 1;
             return Ok(served.wait(client));
+        }
+        if let Some(number) = place.reply(&state.tree) {
+            state.receipts.is_continued(number);
         }
         let mut planned = self.plan(state, ask, (place, tools))?;
         planned.live = text.and_then(|text| self.live_text(&planned.line, ask, text));
@@ -132,6 +136,9 @@ impl Conversation {
         let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
         if room == 0 {
             return Err(AskError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
+        }
+        if state.tree.is_ambiguous(&tools.digest, ask.past.said(), place) {
+            *state.recognised.entry(Recognition::Ambiguous).or_default() += 1;
         }
         let known = place.steps(&state.tree);
         let (branch, forked) = self.branch_at(state, place, tools, &tail);

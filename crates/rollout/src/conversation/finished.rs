@@ -1,7 +1,7 @@
 //! What a conversation ends with.
 
 use super::Conversation;
-use super::tree::{Branch, ForkCause};
+use super::tree::{Branch, ForkCause, Recognition};
 use crate::api::{EpisodeBranch, RowCounts, TurnLog};
 use crate::line::{Counters, Line};
 use orchestrate_types::Limit;
@@ -17,6 +17,7 @@ pub(crate) struct FinishedConversation {
     pub(crate) counters: Counters,
     pub(crate) turns: Vec<TurnLog>,
     pub(crate) forks: BTreeMap<ForkCause, u64>,
+    pub(crate) recognised: BTreeMap<Recognition, u64>,
     pub(crate) generate_s: f64,
     /// The limit that ended it.
     pub(crate) limit: Option<Limit>,
@@ -47,9 +48,11 @@ pub(super) fn hand_over(branches: &mut Vec<Branch<Line>>) {
         let (before, after) = branches.split_at_mut(index + 1);
         let Some(parent) = before.last() else { continue };
         let end = parent.line.buffer.len();
-        let heir = after
-            .iter_mut()
-            .find(|child| child.parent == Some((index, end)) && child.line.buffer.len() > end);
+        let is_heir = |child: &&mut Branch<Line>| {
+            let continues = child.parent == Some((index, end)) && child.line.buffer.len() > end;
+            continues && child.line.has_rows_of(&parent.line)
+        };
+        let heir = after.iter_mut().find(is_heir);
         if let (Some(heir), Some(part)) = (heir, is_whole.get_mut(index)) {
             heir.line.buffer.take_over(&parent.line.buffer);
             *part = true;

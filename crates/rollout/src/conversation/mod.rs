@@ -42,9 +42,9 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tool_set::{ToolSet, ToolSets};
-pub use tree::ForkCause;
-pub(crate) use tree::Said;
-use tree::{IN_TOKENS, Place, Step, Tree};
+pub use tree::{ForkCause, Recognition};
+use tree::{IN_TOKENS, Place, Reply, Step, Tree};
+pub(crate) use tree::{Said, call_id};
 pub(crate) use unanswered::Unanswered;
 
 /// One agent's conversation.
@@ -70,6 +70,7 @@ struct State {
     generations: u32,
     turns: Vec<TurnLog>,
     forks: BTreeMap<ForkCause, u64>,
+    recognised: BTreeMap<Recognition, u64>,
     generate_s: f64,
     /// The limit that cut the last reply off, if one did.
     cut_by: Option<Limit>,
@@ -141,6 +142,7 @@ impl Conversation {
             generations: 0,
             turns: Vec::new(),
             forks: BTreeMap::new(),
+            recognised: BTreeMap::new(),
             generate_s: 0.0,
             cut_by: None,
             generating: JoinSet::new(),
@@ -335,7 +337,9 @@ impl Conversation {
         match reply {
             Ok((text, reply)) => {
                 let end = line.buffer.len();
-                target.steps.push(Step::Reply { message: Arc::new(reply.message.clone()), end });
+                let (message, reasoning) = (reply.message.clone(), reply.reasoning.clone());
+                let as_said = Arc::new(Reply { message, reasoning, number: reply.number });
+                target.steps.push(Step::Reply { reply: as_said, end });
                 target.line = line;
                 state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);
@@ -437,6 +441,7 @@ impl Conversation {
         let mut finished = FinishedConversation {
             turns: std::mem::take(&mut state.turns),
             forks: std::mem::take(&mut state.forks),
+            recognised: std::mem::take(&mut state.recognised),
             generate_s: state.generate_s,
             ..FinishedConversation::default()
         };

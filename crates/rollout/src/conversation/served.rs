@@ -3,7 +3,9 @@
 //!
 //! A reply is owed until a client has got it: while its request still runs and no client waits for it, or
 //! when it was sent into a connection that broke. A request with the same content takes it over. Once a
-//! client has got it, the same content asks for another sample.
+//! client has shown that it has the reply, the same content asks for another sample: it has continued the
+//! reply, used the connection again, or closed it with everything read. So it does while the connection
+//! is open, because clients that sample several times do so in parallel.
 
 use super::AskError;
 use super::live::LiveText;
@@ -12,7 +14,7 @@ use orchestrate_engine::Finish;
 use orchestrate_gateway::Delivery;
 use orchestrate_routing::RoutingMask;
 use orchestrate_types::TokenId;
-use std::collections::HashMap;
+use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
 use std::sync::{Arc, Mutex, PoisonError, Weak};
 use tokio::sync::watch;
@@ -53,6 +55,12 @@ impl SampledReply {
     /// Notes that the reply is being sent to a client.
     pub(crate) fn sending(&self, delivery: Delivery) {
         self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
+    }
+
+    /// Whether the whole reply was sent to a client, or is being sent.
+    fn was_sent(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().any(|delivery| delivery.was_sent() || delivery.now() != Some(false))
     }
 
     /// Whether no client has got the whole reply, and none is getting it.
@@ -106,15 +114,6 @@ impl Served {
         let clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
         clients.iter().any(|client| client.strong_count() > 0)
     }
-
-    /// Whether a client that sends the request again is owed this answer.
-    fn is_owed(&self, repeats: bool) -> bool {
-        match &*self.answer.borrow() {
-            None => repeats || !self.is_awaited(),
-            Some(Ok(reply)) => repeats || reply.is_owed(),
-            Some(Err(_)) => false,
-        }
-    }
 }
 
 /// Answers a request with an error if nothing else has answered it when this is dropped.
@@ -132,21 +131,35 @@ impl Drop for AnswerAtEnd {
 #[derive(Debug, Default)]
 pub(super) struct Receipts {
     by_content: HashMap<[u8; 32], Vec<Arc<Served>>>,
+    /// Numbers of the replies that a request has continued.
+    continued: HashSet<u32>,
 }
 
 impl Receipts {
     /// The latest answer that a request with this content is owed.
     pub(super) fn find(&self, content: [u8; 32], repeats: bool) -> Option<Arc<Served>> {
         let served = self.by_content.get(&content)?;
-        served.iter().rev().find(|served| served.is_owed(repeats)).cloned()
+        let is_owed = |served: &&Arc<Served>| match &*served.answer.borrow() {
+            None => repeats || !served.is_awaited(),
+            Some(Ok(reply)) => {
+                repeats || (reply.is_owed() && !self.continued.contains(&reply.number))
+            }
+            Some(Err(_)) => false,
+        };
+        served.iter().rev().find(is_owed).cloned()
     }
 
     /// Whether an agent saw an error because an engine call failed, and has not got the reply since.
     pub(super) fn has_cut_off(&self) -> bool {
         self.by_content.values().flatten().any(|served| match &*served.answer.borrow() {
-            Some(Ok(reply)) => reply.contradicts && reply.is_owed(),
+            Some(Ok(reply)) => reply.contradicts && !reply.was_sent(),
             Some(Err(_)) | None => false,
         })
+    }
+
+    /// Notes that a client has the reply with this number: its request continues it.
+    pub(super) fn is_continued(&mut self, number: u32) {
+        self.continued.insert(number);
     }
 
     /// Tells everyone who still waits that nothing is coming.

@@ -99,7 +99,7 @@ fn conversation_of(
 }
 
 pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
-    Arc::new(Said { message: message(role, text), reasoning: None })
+    Arc::new(Said { message: message(role, text), reasoning: None, call_ids: Vec::new() })
 }
 
 pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
@@ -120,8 +120,18 @@ pub(super) fn deliver(reply: &SampledReply) {
     receipt.delivered();
 }
 
+/// A reply as an agent sends it back that keeps the ids of calls, and the thinking if it is to.
+fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
+    let calls = 0..reply.message.tool_calls.len();
+    Arc::new(Said {
+        message: reply.message.clone(),
+        reasoning: reply.reasoning.clone().filter(|_| with_thinking),
+        call_ids: calls.map(|index| call_id(reply.number, index)).collect(),
+    })
+}
+
 fn repeated(reply: &SampledReply) -> Arc<Said> {
-    Arc::new(Said { message: reply.message.clone(), reasoning: None })
+    Arc::new(Said { message: reply.message.clone(), reasoning: None, call_ids: Vec::new() })
 }
 
 /// A reply ends with the token that completes its first stop string, and its message before that string.
@@ -204,8 +214,10 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
                 chat().delta(std::slice::from_ref(&observation), expected.last().copied()).unwrap(),
             );
         }
-        history
-            .extend([repeated(&reply), Arc::new(Said { message: observation, reasoning: None })]);
+        history.extend([
+            repeated(&reply),
+            Arc::new(Said { message: observation, reasoning: None, call_ids: Vec::new() }),
+        ]);
         replies.push(reply);
     }
     let finished = conversation.finish();
@@ -214,6 +226,77 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
     assert_eq!(finished.turns.len(), 4);
     assert_eq!(finished.turns[0].observation, "result 0");
     check(&engine, &finished, &replies);
+}
+
+/// Replies that differ in their thinking alone.
+fn engine_of_thoughts() -> Arc<FakeEngine> {
+    let shape = ModelShape { context: 1 << 16, ..toy_shape(chat().vocab_size()) };
+    Arc::new(FakeEngine::new(shape, |request, _| {
+        let call = Action { name: "bash".to_owned(), arguments: json!({"command": "ls"}) };
+        let text = format!("<think>\n{}\n</think>\n\nLook.", request.sampling.seed);
+        let ids = chat().assistant(&text, &[call]).unwrap();
+        FakeReply::Tokens { ids, finish: Finish::Stop }
+    }))
+}
+
+/// Three replies to one request.
+async fn three(conversation: &Arc<Conversation>) -> (Vec<Arc<Said>>, Vec<Arc<SampledReply>>) {
+    let history = vec![said("user", "mend it")];
+    let mut replies = Vec::new();
+    for sample in 0..3 {
+        let reply = Ask { sample, ..Ask::clone(&ask(&history)) };
+        let reply = conversation.sample(&Arc::new(reply)).await.unwrap();
+        deliver(&reply);
+        replies.push(reply);
+    }
+    assert_ne!(replies[0].token_ids, replies[2].token_ids);
+    (history, replies)
+}
+
+#[tokio::test]
+async fn the_reply_that_came_back_is_continued_not_one_with_the_same_calls() {
+    for with_thinking in [true, false] {
+        let engine = engine_of_thoughts();
+        let conversation = conversation(&engine, 10);
+        let (mut history, replies) = three(&conversation).await;
+        history.extend([sent_back(&replies[2], with_thinking), said("tool", "total.py")]);
+        conversation.sample(&ask(&history)).await.unwrap();
+        let requests = by_number(&engine);
+        let expected = [&requests[&2].token_ids[..], &replies[2].token_ids].concat();
+        assert!(requests[&3].token_ids.starts_with(&expected), "thinking: {with_thinking}");
+        let finished = conversation.finish();
+        assert_eq!(finished.forks, [(ForkCause::Repeated, 2)].into());
+        assert_eq!(finished.recognised, BTreeMap::new());
+    }
+}
+
+#[tokio::test]
+async fn a_reply_that_nothing_tells_from_others_is_the_first_and_counted() {
+    let engine = engine_of_thoughts();
+    let conversation = conversation(&engine, 10);
+    let (mut history, replies) = three(&conversation).await;
+    history.extend([repeated(&replies[2]), said("tool", "total.py")]);
+    conversation.sample(&ask(&history)).await.unwrap();
+    let requests = by_number(&engine);
+    let expected = [&requests[&0].token_ids[..], &replies[0].token_ids].concat();
+    assert!(requests[&3].token_ids.starts_with(&expected));
+    assert_eq!(conversation.finish().recognised, [(Recognition::Ambiguous, 1)].into());
+}
+
+#[tokio::test]
+async fn edited_thinking_is_sampled_over_and_begins_a_branch() {
+    let engine = engine_of_thoughts();
+    let conversation = conversation(&engine, 10);
+    let mut history = vec![said("user", "mend it")];
+    let reply = conversation.sample(&ask(&history)).await.unwrap();
+    deliver(&reply);
+    let mut edited = Said::clone(&sent_back(&reply, true));
+    edited.reasoning = Some("I am unsure.".to_owned());
+    history.extend([Arc::new(edited), said("tool", "total.py")]);
+    conversation.sample(&ask(&history)).await.unwrap();
+    let prompt = chat().decode(&by_number(&engine)[&1].token_ids).unwrap();
+    assert!(prompt.contains("<think>\nI am unsure.\n</think>\n\nLook."), "{prompt}");
+    assert_eq!(conversation.finish().forks, [(ForkCause::History, 1)].into());
 }
 
 #[tokio::test]
@@ -251,7 +334,11 @@ async fn control_tokens_in_a_history_are_text() {
     let count = async |text: &str| {
         let call = Action { name: "bash".to_owned(), arguments: json!({"command": text}) };
         let turn = Message { tool_calls: vec![call], ..message("assistant", text) };
-        let turn = Arc::new(Said { message: turn, reasoning: Some(text.to_owned()) });
+        let turn = Arc::new(Said {
+            message: turn,
+            reasoning: Some(text.to_owned()),
+            call_ids: Vec::new(),
+        });
         let history = [said("user", text), turn, said("tool", text)];
         conversation.count(&ask(&history)).await.unwrap()
     };

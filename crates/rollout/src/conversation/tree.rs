@@ -13,12 +13,49 @@ use std::sync::Arc;
 pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
 
 /// A message of a request.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Said {
     /// Role, text and tool calls.
     pub(crate) message: Message,
     /// The thinking of an assistant message, if the agent sent it back.
     pub(crate) reasoning: Option<String>,
+    /// The ids of its tool calls, in order. Ids that were made here name the reply that they came with.
+    pub(crate) call_ids: Vec<String>,
+}
+
+/// A reply as its agent got it.
+#[derive(Debug, PartialEq)]
+pub(crate) struct Reply {
+    pub(crate) message: Message,
+    pub(crate) reasoning: Option<String>,
+    /// Number of this reply among all of the attempt, which the ids of its calls have.
+    pub(crate) number: u32,
+}
+
+/// What the ids of tool calls begin with.
+const CALL_ID: &str = "call_";
+
+/// The id of a call: the number of its reply, and its place among the reply's calls.
+pub(crate) fn call_id(reply: u32, index: usize) -> String {
+    format!("{CALL_ID}{reply:05}{index:03}")
+}
+
+/// Whether an id has the form of those that are made here.
+fn is_call_id(id: &str) -> bool {
+    let digits = id.strip_prefix(CALL_ID).unwrap_or_default();
+    digits.len() >= 8 && digits.bytes().all(|byte| byte.is_ascii_digit())
+}
+
+/// A text without the spaces around it; `None` if nothing is left.
+fn trimmed(text: Option<&str>) -> Option<&str> {
+    text.map(str::trim).filter(|text| !text.is_empty())
+}
+
+/// Messages are compared without the ids of their calls, which agents may change from request to request.
+impl PartialEq for Said {
+    fn eq(&self, other: &Self) -> bool {
+        self.message == other.message && self.reasoning == other.reasoning
+    }
 }
 
 impl Said {
@@ -30,12 +67,22 @@ impl Said {
         content.len() + self.reasoning.as_ref().map_or(0, String::len) + calls.sum::<usize>()
     }
 
-    /// Whether an agent that sends this repeats the reply `sampled`. Agents drop thinking, trim text and
-    /// write the JSON of tool calls again, so these do not count.
-    fn repeats(&self, sampled: &Message) -> bool {
+    /// The ids of its calls that were made here, each with its place among the calls.
+    pub(super) fn own_call_ids(&self) -> impl Iterator<Item = (usize, &str)> {
+        let ids = self.call_ids.iter().map(String::as_str).enumerate();
+        ids.filter(|(_, id)| is_call_id(id))
+    }
+
+    /// Whether an agent that sends this repeats the reply `sampled`. All that came back must be the
+    /// reply's. Agents drop thinking, make ids of their own, trim text and write the JSON of tool calls
+    /// again, so these do not count.
+    fn repeats(&self, sampled: &Reply) -> bool {
+        let thinking = trimmed(self.reasoning.as_deref());
         self.message.role == "assistant"
-            && self.message.content.trim() == sampled.content.trim()
-            && self.message.tool_calls == sampled.tool_calls
+            && self.message.content.trim() == sampled.message.content.trim()
+            && self.message.tool_calls == sampled.message.tool_calls
+            && self.own_call_ids().all(|(index, id)| id == call_id(sampled.number, index))
+            && (thinking.is_none() || thinking == trimmed(sampled.reasoning.as_deref()))
     }
 }
 
@@ -69,6 +116,27 @@ impl ForkCause {
     }
 }
 
+/// What is counted of requests that begin no branch of their own.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum Recognition {
+    /// Nothing that the agent sent back tells which of several replies with the same message it continues:
+    /// one that has not been continued was taken, and of these the first.
+    Ambiguous,
+    /// The request repeats one whose reply its client did not get: it got that reply.
+    Returned,
+}
+
+impl Recognition {
+    /// Its name in metrics and records.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Ambiguous => "ambiguous",
+            Self::Returned => "returned",
+        }
+    }
+}
+
 /// One element of a branch.
 #[derive(Debug, Clone)]
 pub(crate) enum Step {
@@ -77,7 +145,7 @@ pub(crate) enum Step {
     /// A sampled reply.
     Reply {
         /// As the agent got it.
-        message: Arc<Message>,
+        reply: Arc<Reply>,
         /// Number of tokens of the branch up to its end.
         end: usize,
     },
@@ -114,6 +182,15 @@ impl Place {
             Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.steps.len()),
             Self::Fork { steps, .. } => steps,
             Self::Root { .. } => 0,
+        }
+    }
+
+    /// Number of the reply that a request of this place continues.
+    pub(crate) fn reply<L>(self, tree: &Tree<L>) -> Option<u32> {
+        let (Self::Tip { branch } | Self::Fork { branch, .. }) = self else { return None };
+        match tree.branches.get(branch)?.steps.get(self.steps(tree).checked_sub(1)?)? {
+            Step::Reply { reply, .. } => Some(reply.number),
+            Step::Given(_) => None,
         }
     }
 
@@ -167,6 +244,23 @@ impl<L> Tree<L> {
         )
     }
 
+    /// Whether a request at `place` may continue another reply as well, because it sent nothing back
+    /// that tells two replies with different thinking apart.
+    pub(crate) fn is_ambiguous(&self, tools: &[u8; 32], said: &[Arc<Said>], place: Place) -> bool {
+        let (Place::Tip { branch } | Place::Fork { branch, .. }) = place else { return false };
+        let end = place.steps(self);
+        let last = |branch: &Branch<L>| match branch.steps.get(end.checked_sub(1)?)? {
+            Step::Reply { reply, .. } => Some(Arc::clone(reply)),
+            Step::Given(_) => None,
+        };
+        let Some(chosen) = self.branches.get(branch).and_then(last) else { return false };
+        let alike = self.branches.iter().filter(|branch| branch.tools == *tools);
+        alike
+            .filter(|branch| branch.common(said) >= end)
+            .filter_map(last)
+            .any(|reply| reply.reasoning != chosen.reasoning)
+    }
+
     fn cause_of_root(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Option<ForkCause> {
         let mut others = self.branches.iter().filter(|branch| branch.tools != IN_TOKENS).peekable();
         others.peek()?;
@@ -192,7 +286,7 @@ impl<L> Branch<L> {
         pairs
             .take_while(|(step, said)| match step {
                 Step::Given(given) => Arc::ptr_eq(given, said) || given == *said,
-                Step::Reply { message, .. } => said.repeats(message),
+                Step::Reply { reply, .. } => said.repeats(reply),
             })
             .count()
     }
@@ -222,11 +316,17 @@ mod tests {
     use super::*;
 
     fn said(role: &str, text: &str) -> Arc<Said> {
-        Arc::new(Said { message: crate::chat::message(role, text), reasoning: None })
+        Arc::new(Said {
+            message: crate::chat::message(role, text),
+            reasoning: None,
+            call_ids: Vec::new(),
+        })
     }
 
     fn reply(text: &str, end: usize) -> Step {
-        Step::Reply { message: Arc::new(crate::chat::message("assistant", text)), end }
+        let message = crate::chat::message("assistant", text);
+        let number = u32::try_from(end).unwrap();
+        Step::Reply { reply: Arc::new(Reply { message, reasoning: None, number }), end }
     }
 
     const TOOLS: [u8; 32] = [1; 32];
@@ -312,21 +412,84 @@ mod tests {
         assert_eq!(place, Place::Fork { branch: 0, steps: 4, tokens: 20, cause });
     }
 
-    #[test]
-    fn a_reply_is_recognised_without_its_thinking_and_with_its_json_rewritten() {
+    /// A reply with a call, and the same as agents send it back.
+    fn called() -> (Reply, Said) {
         let call = |text: &str| crate::api::Action {
             name: "bash".to_owned(),
             arguments: serde_json::from_str(text).unwrap(),
         };
-        let mut sampled = crate::chat::message("assistant", "Look.\n");
-        sampled.tool_calls = vec![call(r#"{"command": "ls", "n": 1}"#)];
-        let mut sent = sampled.clone();
+        let mut message = crate::chat::message("assistant", "Look.\n");
+        message.tool_calls = vec![call(r#"{"command": "ls", "n": 1}"#)];
+        let mut sent = message.clone();
         sent.content = "Look.".to_owned();
         sent.tool_calls = vec![call(r#"{"n":1,"command":"ls"}"#)];
-        let sent = Said { message: sent, reasoning: Some("hm".to_owned()) };
-        assert!(sent.repeats(&sampled));
-        let mut other = sent.clone();
+        let reply = Reply { message, reasoning: Some("hm".to_owned()), number: 7 };
+        (reply, Said { message: sent, reasoning: None, call_ids: Vec::new() })
+    }
+
+    #[test]
+    fn a_reply_is_recognised_by_all_that_came_back_of_it() {
+        let (reply, sent) = called();
+        for (thinking, id, is_recognised) in [
+            (None, "call_00007000", true),
+            (Some(""), "", true),
+            (Some(" hm\n"), "c0", true),
+            (Some("hm, no"), "call_00007000", false),
+            (Some("hm"), "call_00008000", false),
+            (None, "call_00007001", false),
+            // Ids that were not made here.
+            (None, "call_8", true),
+            (None, "call_0000800a", true),
+            (None, "toolu_00008000", true),
+        ] {
+            let call_ids = vec![id.to_owned()];
+            let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent.clone() };
+            assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
+        }
+        let unthinking = Reply { reasoning: None, ..called().0 };
+        let sent = Said { reasoning: Some("hm".to_owned()), ..sent };
+        assert!(!sent.repeats(&unthinking), "the agent made the thinking up");
+        let mut other = sent;
         other.message.tool_calls[0].arguments = serde_json::json!({"command": "rm"});
-        assert!(!other.repeats(&sampled));
+        assert!(!other.repeats(&reply));
+    }
+
+    #[test]
+    fn replies_that_differ_in_their_thinking_alone_are_told_apart_by_what_came_back() {
+        let branches = [("first", 1), ("second", 2), ("third", 3)].map(|(thinking, number)| {
+            let (reply, _) = called();
+            let reply = Reply { reasoning: Some(thinking.to_owned()), number, ..reply };
+            let reply = Step::Reply { reply: Arc::new(reply), end: 10 };
+            let steps = vec![Step::Given(said("user", "u")), reply];
+            Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () }
+        });
+        let tree = Tree { branches: branches.into() };
+        for (thinking, id, place, is_ambiguous) in [
+            (Some("third"), "call_00003000", Place::Tip { branch: 2 }, false),
+            (Some("third"), "c", Place::Tip { branch: 2 }, false),
+            (None, "call_00002000", Place::Tip { branch: 1 }, false),
+            // The first of those that may be meant.
+            (None, "c", Place::Tip { branch: 0 }, true),
+            (
+                Some("edited"),
+                "call_00003000",
+                Place::Root { cause: Some(ForkCause::History) },
+                false,
+            ),
+            (
+                Some("first"),
+                "call_00003000",
+                Place::Root { cause: Some(ForkCause::History) },
+                false,
+            ),
+        ] {
+            let (_, sent) = called();
+            let call_ids = vec![id.to_owned()];
+            let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent };
+            let request = [said("user", "u"), Arc::new(sent), said("user", "v")];
+            assert_eq!(tree.locate(&TOOLS, &request), place, "{thinking:?} {id}");
+            let found = tree.is_ambiguous(&TOOLS, &request, place);
+            assert_eq!(found, is_ambiguous, "{thinking:?} {id}");
+        }
     }
 }

@@ -159,7 +159,7 @@ impl Agent {
         let Some((mut tools, history)) = self.earlier(&known) else { return (0, vec![fresh]) };
         let mut history = history.clone();
         let at = self.below(history.len());
-        match self.below(14) {
+        match self.below(16) {
             0 => history = vec![Entry::System("a sub-agent".to_owned()), fresh.clone()],
             1 => tools = (tools + 1) % 3,
             // Compaction: the beginning stays, the rest is summarised.
@@ -167,13 +167,26 @@ impl Agent {
                 history.truncate(at + 1);
                 history.push(Entry::User("so far: nothing".to_owned()));
             }
-            // Thinking is dropped, as many agents do.
+            // Thinking is dropped, as many agents do, or edited.
             3 => {
                 for entry in &mut history {
                     if let Entry::Reply(reply) = entry {
                         reply.thinking = None;
                     }
                 }
+            }
+            9 => {
+                if let Entry::Reply(reply) = &mut history[at] {
+                    reply.thinking = reply.thinking.take().map(|thinking| thinking + " (edited)");
+                }
+            }
+            // The agent makes its own ids.
+            10 => {
+                let replies = history.iter_mut().filter_map(|entry| match entry {
+                    Entry::Reply(reply) => Some(reply),
+                    Entry::System(_) | Entry::User(_) | Entry::Result(_) => None,
+                });
+                replies.flat_map(|reply| &mut reply.calls).for_each(|call| call.id = None);
             }
             4 | 5 => match &mut history[at] {
                 Entry::System(text) | Entry::User(text) | Entry::Result(text) => {

@@ -9,6 +9,7 @@ use crate::api::Message;
 use crate::conversation::{FinishedConversation, ForkCause};
 use crate::template::TemplateInput;
 use orchestrate_routing::RoutingMask;
+use orchestrate_types::Trajectory;
 use std::collections::{BTreeMap, HashMap};
 
 /// Experts per row, layers and experts of the workers' model.
@@ -35,6 +36,8 @@ pub(super) enum Asked {
 #[derive(Debug, Clone)]
 pub(super) struct Place {
     from: Vec<usize>,
+    /// Whether the request goes on where no other one did.
+    is_tip: bool,
     pub(super) prompt: Vec<u32>,
 }
 
@@ -73,11 +76,16 @@ pub(super) struct Reference {
     pub(super) forks: BTreeMap<ForkCause, u64>,
 }
 
-/// Whether an agent that sends `b` repeats `a`. Thinking does not count in a reply that was sampled.
+/// Whether an agent that sends `b` repeats `a`. Of a reply that was sampled, thinking and ids that the
+/// agent left out do not count.
 fn is_same(a: &Entry, b: &Entry, is_sampled: bool) -> bool {
     match (a, b) {
         (Entry::Reply(a), Entry::Reply(b)) if is_sampled => {
-            a.text.trim() == b.text.trim() && a.calls == b.calls
+            let mut ids = a.calls.iter().zip(&b.calls).map(|(a, b)| (&a.id, &b.id));
+            a.text.trim() == b.text.trim()
+                && a.calls == b.calls
+                && ids.all(|(a, b)| b.is_none() || a == b)
+                && (b.thinking.is_none() || a.thinking == b.thinking)
         }
         (a, b) => a == b,
     }
@@ -179,6 +187,14 @@ impl Reference {
         (0..lengths.len()).filter(fits).collect()
     }
 
+    /// Whether a request may continue several replies with other tokens.
+    pub(super) fn is_ambiguous(&self, asked: &Asked) -> bool {
+        let longest = self.longest(asked);
+        let mut tokens = longest.iter().map(|index| &self.known[*index].tokens);
+        let first = tokens.next();
+        tokens.any(|tokens| Some(tokens) != first)
+    }
+
     /// The prompt of a request, if it were made now.
     pub(super) fn prompt_of(&self, asked: &Asked) -> Vec<u32> {
         self.prompt(asked, self.longest(asked).first().copied())
@@ -200,17 +216,24 @@ impl Reference {
             *self.forks.entry(cause).or_insert(0) += 1;
         }
         let prompt = self.prompt(asked, from.first().copied());
-        let sampled = self.sampled(asked, &from);
-        self.asked.push(Past { asked: asked.clone(), sampled });
-        Place { from, prompt }
+        let past = self.past(asked, &from);
+        self.asked.push(past);
+        Place { from, is_tip: tip.is_some(), prompt }
     }
 
-    /// Which messages of a request were sampled.
-    fn sampled(&self, asked: &Asked, from: &[usize]) -> Vec<bool> {
-        let mut sampled =
-            from.first().map_or_else(Vec::new, |from| self.known[*from].past.sampled.clone());
-        sampled.resize(asked.len(), false);
-        sampled
+    /// A request with the replies that it continues as they were sampled.
+    fn past(&self, asked: &Asked, from: &[usize]) -> Past {
+        let mut past = Past { asked: asked.clone(), sampled: Vec::new() };
+        if let Some(known) = from.first().map(|from| &self.known[*from].past) {
+            past.sampled.clone_from(&known.sampled);
+            if let (Asked::Messages { history, .. }, Asked::Messages { history: known, .. }) =
+                (&mut past.asked, &known.asked)
+            {
+                history[..known.len()].clone_from_slice(known);
+            }
+        }
+        past.sampled.resize(asked.len(), false);
+        past
     }
 
     /// Why a request begins a branch.
@@ -287,6 +310,11 @@ impl Reference {
             rows.resize(known.len(), 0);
             rows.iter_mut().zip(known).for_each(|(row, known)| *row |= known);
         }
+        if !place.is_tip {
+            // A branch has its rows from any other one that begins with the same tokens.
+            let known = beginnings(&place.prompt).into_iter().take(rows.len());
+            rows = known.map(|beginning| self.computed[&beginning]).collect();
+        }
         let mut tokens = place.prompt.clone();
         let mut versions = Vec::new();
         for call in calls {
@@ -295,9 +323,12 @@ impl Reference {
                 continue;
             }
             tokens.extend(&call.ids);
-            if rows.is_empty() {
-                // A new conversation has rows of tokens that it has in common with others.
+            let has_begun = !versions.is_empty();
+            if rows.is_empty() || !has_begun && call.start == 0 {
+                // A new conversation has rows of tokens that it has in common with others, or none: a
+                // branch that begins under other weights than those of its rows requests all of them.
                 let shared = beginnings(&tokens[..=call.start]);
+                rows.clear();
                 rows.extend(shared.iter().map(|beginning| self.computed[beginning]));
             }
             assert_eq!(call.start, rows.len() - 1, "the first row of reply {}", call.ordinal);
@@ -311,17 +342,18 @@ impl Reference {
         rows.truncate(tokens.len() - 1);
         versions.truncate(length);
         let ids = tokens[prompt..].to_vec();
-        let reply = said(asked, &ids, stops);
-        let mut sampled = self.sampled(asked, &place.from);
-        let mut asked = asked.clone();
-        match &mut asked {
+        let mut reply = said(asked, &ids, stops);
+        for (index, call) in reply.calls.iter_mut().enumerate() {
+            call.id = Some(format!("call_{:05}{index:03}", calls[0].ordinal));
+        }
+        let mut past = self.past(asked, &place.from);
+        match &mut past.asked {
             Asked::Messages { history, .. } => {
                 history.push(Entry::Reply(reply.clone()));
-                sampled.push(true);
+                past.sampled.push(true);
             }
             Asked::Tokens(all) => all.clone_from(&tokens),
         }
-        let past = Past { asked, sampled };
         self.known.push(Known { past, tokens, prompt, rows, versions, is_continued: false });
         (reply, ids)
     }
@@ -378,6 +410,18 @@ impl Reference {
         }
     }
 
+    /// What a branch has before the first reply that it trains on has rows of the weights that sampled this
+    /// reply, as if it had been prefilled for it.
+    fn check_context(trajectory: &Trajectory, mask: &RoutingMask) {
+        let own = trajectory.turns().iter().map(|turn| turn.prompt_end);
+        let own = own.filter(|first| trajectory.loss_mask()[*first] == 1).min().unwrap();
+        let version = trajectory.policy_versions()[own];
+        for rows in mask.versions().iter().filter(|rows| rows.start < own) {
+            let found = i64::try_from(rows.version.0).unwrap();
+            assert_eq!(found, version, "rows {}..{} of {own}", rows.start, rows.end);
+        }
+    }
+
     /// Checks a finished conversation: all rows, and every reply trained on once, right after its
     /// prompt, with its log-probabilities and policy versions. Returns the number of rows and of
     /// sampled tokens.
@@ -389,6 +433,7 @@ impl Reference {
         for branch in &finished.branches {
             let mask = branch.routing.as_ref().unwrap();
             self.check_mask(branch.trajectory.token_ids(), mask);
+            Self::check_context(&branch.trajectory, mask);
             rows += mask.rows();
         }
         let mut sampled = 0;

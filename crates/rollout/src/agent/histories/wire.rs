@@ -34,9 +34,11 @@ pub(super) struct WireReply {
     pub(super) calls: Vec<WireCall>,
 }
 
-/// A tool call. Ids do not count: clients make their own.
+/// A tool call. Two are equal whatever their ids are: clients may make their own.
 #[derive(Debug, Clone)]
 pub(super) struct WireCall {
+    /// As the reply had it; `None` if the client forgot it.
+    pub(super) id: Option<String>,
     pub(super) name: String,
     /// JSON, as text.
     pub(super) arguments: String,
@@ -50,7 +52,7 @@ impl PartialEq for WireCall {
 
 impl WireCall {
     pub(super) fn new(name: &Value, arguments: &Value) -> Self {
-        Self { name: text_of(name), arguments: arguments.to_string() }
+        Self { id: None, name: text_of(name), arguments: arguments.to_string() }
     }
 
     pub(super) fn arguments(&self) -> Value {
@@ -200,7 +202,9 @@ fn sent(history: &[Entry]) -> Vec<SentEntry<'_>> {
     for (index, entry) in history.iter().enumerate() {
         let ids = match entry {
             Entry::Reply(reply) => {
-                (0..reply.calls.len()).map(|n| format!("c{index}_{n}")).collect()
+                let calls = reply.calls.iter().enumerate();
+                let own = |n: usize| format!("c{index}_{n}");
+                calls.map(|(n, call)| call.id.clone().unwrap_or_else(|| own(n))).collect()
             }
             Entry::Result(_) => {
                 let calls = sent.iter().rev().find(|sent| matches!(sent.entry, Entry::Reply(_)));
@@ -254,7 +258,7 @@ fn items(SentEntry { entry, ids }: &SentEntry<'_>) -> Vec<Value> {
                 json!({"type": "reasoning", "summary": [{"type": "summary_text", "text": text}]})
             });
             let calls = reply.calls.iter().zip(ids).map(|(call, id)| {
-                let WireCall { name, arguments } = call;
+                let WireCall { name, arguments, .. } = call;
                 json!({"type": "function_call", "call_id": id, "name": name, "arguments": arguments})
             });
             let text = message("assistant", "output_text", &reply.text);
@@ -372,6 +376,7 @@ fn text_of(value: &Value) -> String {
 
 fn of_message(message: &Value) -> WireReply {
     let calls = message["tool_calls"].as_array().into_iter().flatten().map(|call| WireCall {
+        id: Some(text_of(&call["id"])),
         name: text_of(&call["function"]["name"]),
         arguments: text_of(&call["function"]["arguments"]),
     });
@@ -389,6 +394,7 @@ fn of_items(items: &[Value]) -> WireReply {
             "reasoning" => reply.thinking = Some(text_of(&item["summary"][0]["text"])),
             "message" => reply.text.push_str(&text_of(&item["content"][0]["text"])),
             "function_call" => reply.calls.push(WireCall {
+                id: Some(text_of(&item["call_id"])),
                 name: text_of(&item["name"]),
                 arguments: text_of(&item["arguments"]),
             }),
@@ -405,6 +411,7 @@ fn of_blocks(blocks: &[Value]) -> WireReply {
             "thinking" => reply.thinking = Some(text_of(&block["thinking"])),
             "text" => reply.text.push_str(&text_of(&block["text"])),
             "tool_use" => reply.calls.push(WireCall {
+                id: Some(text_of(&block["id"])),
                 name: text_of(&block["name"]),
                 arguments: block["input"].to_string(),
             }),
@@ -420,14 +427,24 @@ pub(super) struct Client(pub(super) Router);
 
 impl Client {
     async fn send(&self, path: &str, body: &Value, is_retry: bool) -> (DuplexStream, JoinSet<()>) {
+        // Without chunks: the end of the connection ends the reply.
+        self.send_as("HTTP/1.0", path, body, is_retry).await
+    }
+
+    async fn send_as(
+        &self,
+        version: &str,
+        path: &str,
+        body: &Value,
+        is_retry: bool,
+    ) -> (DuplexStream, JoinSet<()>) {
         let (mut client, server) = tokio::io::duplex(1 << 20);
         let mut serving = JoinSet::new();
         serving.spawn(serve_stream(server, self.0.clone()));
         let body = body.to_string();
         let retries = u8::from(is_retry);
-        // Without chunks: the end of the connection ends the reply.
         let head = format!(
-            "POST {path} HTTP/1.0\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
+            "POST {path} {version}\r\nhost: a\r\ncontent-type: application/json\r\ncontent-length: {}\r\n\
              x-stainless-retry-count: {retries}\r\n\r\n",
             body.len()
         );
@@ -441,10 +458,20 @@ impl Client {
         let (mut client, mut serving) = self.send(path, body, is_retry).await;
         let mut reply = String::new();
         client.read_to_string(&mut reply).await.unwrap();
+        drop(client);
         serving.join_next().await;
         let (head, text) = reply.split_once("\r\n\r\n").unwrap();
         assert_eq!(head.split(' ').nth(1), Some("200"), "{reply}");
         text.to_owned()
+    }
+
+    /// Sends a request, and closes the connection in the middle of its reply.
+    pub(super) async fn post_and_close(&self, path: &str, body: &Value) {
+        let (mut client, mut serving) = self.send_as("HTTP/1.1", path, body, false).await;
+        // All of it was written: it fits into the stream's buffer.
+        client.read_exact(&mut [0; 20]).await.unwrap();
+        drop(client);
+        serving.join_next().await;
     }
 
     /// Sends a request, and leaves before its reply, once `has_come` says that it was received.

@@ -89,11 +89,18 @@ impl Log {
     /// Replies with thinking, text and sometimes a call, decided by the call's seed; some are aborted.
     fn reply(&self, request: &FakeRequest) -> FakeReply {
         let seed = request.sampling.seed;
-        let command = json!({"command": format!("ls {seed}")});
+        // Some prompts have replies that differ in their thinking alone.
+        let prompt = request.token_ids.len() as u64;
+        let number = if prompt.is_multiple_of(3) { prompt } else { seed };
+        let command = json!({"command": format!("ls {number}")});
         let call = Action { name: "bash".to_owned(), arguments: command };
-        let calls = if seed.is_multiple_of(3) { Vec::new() } else { vec![call] };
-        let thinking = if seed.is_multiple_of(5) { "<think>\nhm\n</think>\n\n" } else { "" };
-        let mut ids = chat().assistant(&format!("{thinking}say {seed}"), &calls).unwrap();
+        let calls = if number.is_multiple_of(5) { Vec::new() } else { vec![call] };
+        let thinking = if prompt.is_multiple_of(3) || seed.is_multiple_of(5) {
+            format!("<think>\nhm {seed}\n</think>\n\n")
+        } else {
+            String::new()
+        };
+        let mut ids = chat().assistant(&format!("{thinking}say {number}"), &calls).unwrap();
         let part = usize::try_from(seed >> 8).unwrap() % ids.len();
         if self.takes_hold() {
             ids.truncate(part.min(request.sampling.max_new_tokens - 1));
