@@ -1,4 +1,5 @@
 //! The page for authors of trainers: its examples are what the protocol's types read, no more and no less.
+#![expect(clippy::unwrap_used, clippy::panic, reason = "test helpers")]
 
 use orchestrate_handoff::protocol::{
     CheckpointReply, ErrorBody, Hyperparameters, LogprobsReply, LogprobsRequest, StepRequest,
