@@ -170,31 +170,25 @@ impl TokenBuffer {
         self.excluded.push(range);
     }
 
-    /// A second buffer with the first `tokens` committed tokens. They carry no loss there: it stays with
-    /// this buffer, so that no token is trained on twice.
+    /// A second buffer with the first `tokens` committed tokens as context: their loss stays with this
+    /// buffer, so that no token is trained on twice, and they are of the policy version of the first reply
+    /// that is sampled after them, as their rows are.
     ///
     /// `tokens` must be the end of a reply, or 0.
     #[must_use]
     pub(crate) fn branch(&self, tokens: usize) -> Self {
         let ids = self.ids().get(..tokens).unwrap_or_default();
-        let mut branch =
-            Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), ..Self::default() };
-        let inherited = self.replies.iter().filter(|reply| reply.range.end <= tokens);
-        branch.replies = inherited.cloned().collect();
-        branch.turns =
-            self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
-        branch.excluded = branch.replies.iter().map(|reply| reply.range.clone()).collect();
-        branch
+        let turns = self.turns.iter().filter(|turn| turn.output_end <= tokens).cloned().collect();
+        Self { ids: Arc::new(ids.to_vec()), committed: ids.len(), turns, ..Self::default() }
     }
 
-    /// Takes over the loss of all tokens of `parent`, from which this buffer branched at its end.
+    /// Takes over the replies of `parent`, from which this buffer branched at its end, and their loss.
     pub(crate) fn take_over(&mut self, parent: &Self) {
-        let end = parent.committed;
-        self.excluded.retain(|range| range.start >= end);
+        self.replies.splice(0..0, parent.replies.iter().cloned());
         self.excluded.extend(parent.excluded.iter().cloned());
     }
 
-    /// Whether a reply was sampled in this buffer and not only in the one that it branched from.
+    /// Whether a reply with loss was sampled in this buffer, not only in the one that it branched from.
     pub(crate) fn has_own_reply(&self) -> bool {
         self.replies.iter().any(|reply| !self.excluded.contains(&reply.range))
     }
@@ -323,6 +317,28 @@ mod tests {
         assert_eq!(trajectory.loss_mask(), [0, 0, 0, 1]);
         assert_eq!(trajectory.rollout_logprobs(), [0.0, 0.0, 0.0, -0.5]);
         assert_eq!(trajectory.policy_versions(), [7; 4]);
+    }
+
+    #[test]
+    fn context_of_a_branch_is_of_the_version_that_reads_it_unless_the_branch_takes_it_over() {
+        let mut parent = TokenBuffer::default();
+        parent.add_pending(&[1]);
+        parent.push_reply(&reply(&[2, 3], Finish::Stop, &[(1, 0, 2)]), false, PolicyVersion(1));
+        let mut branch = parent.branch(3);
+        assert!(!branch.has_own_reply());
+        branch.add_pending(&[4]);
+        branch.push_reply(&reply(&[5], Finish::Stop, &[(2, 0, 1)]), false, PolicyVersion(1));
+        assert!(branch.has_own_reply());
+        let mut heir = branch.clone();
+        let trajectory = branch.into_trajectory().unwrap().unwrap();
+        assert_eq!(trajectory.policy_versions(), [2; 5]);
+        assert_eq!(trajectory.loss_mask(), [0, 0, 0, 0, 1]);
+        assert_eq!(trajectory.turns().len(), 2);
+        heir.take_over(&parent);
+        let trajectory = heir.into_trajectory().unwrap().unwrap();
+        assert_eq!(trajectory.policy_versions(), [1, 1, 1, 2, 2]);
+        assert_eq!(trajectory.loss_mask(), [0, 1, 1, 0, 1]);
+        assert_eq!(trajectory.rollout_logprobs(), [0.0, -0.5, -0.5, 0.0, -0.5]);
     }
 
     #[test]
