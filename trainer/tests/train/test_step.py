@@ -76,7 +76,7 @@ def same(one: list[torch.Tensor], other: list[torch.Tensor]) -> bool:
 def test_size_of_micro_batches_changes_nothing(bench: Bench) -> None:
     # Adam divides by the size of the gradient: with this term, rounding errors of small ones stay
     # small.
-    changed = {"adam_eps": 1e-3}
+    changed: dict[str, Any] = {"adam_eps": 1e-3}
     whole, weights = bench.step(micro_batch_tokens=10_000, **changed)
     for tokens in (1, 20):
         parts, others = bench.step(micro_batch_tokens=tokens, **changed)
