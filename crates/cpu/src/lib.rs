@@ -47,21 +47,26 @@ pub trait Kernel<A> {
     fn compute(arguments: A) -> Self::Output;
 }
 
-/// Declares a function whose body is compiled for each instruction set; [`Level::current`] selects one at run
-/// time. What the body calls must be `#[inline(always)]`.
+/// Declares a function, possibly generic over one type, whose body is compiled for each instruction set;
+/// [`Level::current`] selects one at run time. What the body calls must be `#[inline(always)]`.
 #[macro_export]
 macro_rules! kernel {
-    ($(#[$attribute:meta])* $visibility:vis fn $name:ident($($argument:ident: $type:ty),+ $(,)?) -> $output:ty $body:block) => {
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident $(<$generic:ident: $bound:path>)? ($($argument:ident: $type:ty),+ $(,)?) -> $output:ty $body:block) => {
         $(#[$attribute])*
-        $visibility fn $name($($argument: $type),+) -> $output {
+        $visibility fn $name $(<$generic: $bound>)? ($($argument: $type),+) -> $output {
             struct Body;
-            impl $crate::Kernel<($($type,)+)> for Body {
+            impl $(<$generic: $bound>)? $crate::Kernel<($($type,)+)> for Body {
                 type Output = $output;
 
                 #[inline(always)]
                 fn compute(($($argument,)+): ($($type,)+)) -> $output $body
             }
             $crate::Level::current().compute::<Body, _>(($($argument,)+))
+        }
+    };
+    ($(#[$attribute:meta])* $visibility:vis fn $name:ident $(<$generic:ident: $bound:path>)? ($($argument:ident: $type:ty),+ $(,)?) $body:block) => {
+        $crate::kernel! {
+            $(#[$attribute])* $visibility fn $name $(<$generic: $bound>)? ($($argument: $type),+) -> () $body
         }
     };
 }
@@ -95,32 +100,6 @@ impl Level {
         }
         levels.push(highest);
         levels
-    }
-
-    /// Runs `work` compiled for the instruction sets of this level. The compiler vectorises loops for
-    /// them only where they are inlined into `work`. The result is the same on every level: the
-    /// compiler neither reorders sums nor fuses operations by itself.
-    #[inline]
-    pub fn run<R>(self, work: impl FnOnce() -> R) -> R {
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx512f,avx512bw,avx512vl,avx2,fma")]
-        fn on_avx512<R>(work: impl FnOnce() -> R) -> R {
-            work()
-        }
-        #[cfg(target_arch = "x86_64")]
-        #[target_feature(enable = "avx2,fma")]
-        fn on_avx2<R>(work: impl FnOnce() -> R) -> R {
-            work()
-        }
-        match self.set {
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: a value of this type exists only if the processor has the instruction sets.
-            InstructionSet::Avx512 => unsafe { on_avx512(work) },
-            #[cfg(target_arch = "x86_64")]
-            // SAFETY: as above.
-            InstructionSet::Avx2 => unsafe { on_avx2(work) },
-            _ => work(),
-        }
     }
 
     /// Runs a [`Kernel`], compiled for the instruction sets of this level. The result is the same on every

@@ -97,7 +97,8 @@ def write_batch(
 ) -> Path:
     """Writes a batch of random sequences, two per shard, in the orchestrator's format.
 
-    ``replaced`` gives arrays over all tokens by name. Returns the path of the manifest.
+    ``replaced`` gives arrays over all tokens, or the advantages of the sequences, by name. Returns
+    the path of the manifest.
     """
     draw = np.random.default_rng(seed)
     n, layers = sum(lengths), shape["moe_layers"]
@@ -114,7 +115,8 @@ def write_batch(
         "routed_experts": draw_routes(n, len(layers), seed),
     } | replaced
     arrays["routed_experts"][arrays["routing_valid"] == 0] = np.arange(TOP_K)
-    advantages = draw.normal(size=len(lengths)).astype("<f4")
+    drawn = draw.normal(size=len(lengths)).astype("<f4")
+    advantages = arrays.pop("advantages", drawn)
     folder.mkdir(parents=True)
     shards = []
     for number, first in enumerate(range(0, len(lengths), 2)):

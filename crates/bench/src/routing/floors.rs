@@ -3,7 +3,7 @@
 use super::workload::Wire;
 use anyhow::{Context as _, ensure};
 use base64_simd::{Out, STANDARD};
-use orchestrate_cpu::Level;
+use orchestrate_cpu::kernel;
 use std::io::{Read as _, Write as _};
 use std::path::Path;
 
@@ -56,7 +56,7 @@ impl Floor {
             } else {
                 let decoded = decode(block, &mut self.scratch)?;
                 let words = self.scratch.get(..decoded).unwrap_or_default().as_chunks::<4>().0;
-                Level::current().run(|| narrow(words, rest));
+                narrow(words, rest);
                 words.len()
             };
             rest = rest.split_at_mut(taken).1;
@@ -67,11 +67,11 @@ impl Floor {
     }
 }
 
-/// Takes the lowest byte of each word.
-#[expect(clippy::inline_always, reason = "the loop must be compiled with the caller's vectors")]
-#[inline(always)]
-fn narrow(words: &[[u8; 4]], rows: &mut [u8]) {
-    rows.iter_mut().zip(words).for_each(|(to, &[low, ..])| *to = low);
+kernel! {
+    /// Takes the lowest byte of each word.
+    fn narrow(words: &[[u8; 4]], rows: &mut [u8]) {
+        rows.iter_mut().zip(words).for_each(|(to, &[low, ..])| *to = low);
+    }
 }
 
 /// Decodes `text` to the front of `target`; returns the number of bytes.

@@ -2,12 +2,13 @@
 //!
 //! Queries are processed in blocks, so that no buffer is larger than `[block, keys so far]`. The
 //! backward pass recomputes the probabilities from the stored log-sum-exp.
-#![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
+#![expect(clippy::inline_always, reason = "loops must inline into kernels to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
-use super::linalg::{View, ViewMut, dot, largest, matmul, simd, sum};
+use super::linalg::{View, ViewMut, dot, largest, matmul, sum};
 use super::norm::HeadShape;
 use super::real::Real;
+use orchestrate_cpu::kernel;
 use std::ops::Range;
 
 /// Number of query rows processed at once: small enough that their scores stay in cache.
@@ -31,19 +32,7 @@ pub(crate) fn attention<T: Real>(
                 let (rows, keys) = (block.len(), block.end);
                 scores.resize(rows * keys, T::ZERO);
                 at.scores(qkv, &block, &mut scores, scale);
-                let first = sequence.start + block.start;
-                simd(|| {
-                    for (i, row) in scores.chunks_exact_mut(keys).enumerate() {
-                        let (seen, hidden) = row.split_at_mut(block.start + i + 1);
-                        let total = exponentials(seen);
-                        lse[(first + i) * shape.query_heads + head] = total.1 + total.0.ln();
-                        let inverse = T::ONE / total.0;
-                        for p in seen {
-                            *p = *p * inverse;
-                        }
-                        hidden.fill(T::ZERO);
-                    }
-                });
+                causal_softmax(at, &block, &mut scores, lse);
                 matmul(
                     at.out_mut(out, &block),
                     false,
@@ -65,10 +54,9 @@ pub(crate) fn attention_backward<T: Real>(
     d_qkv: &mut [T],
 ) {
     let scale = 1.0 / (shape.head_dim as f64).sqrt();
-    let (dim, heads) = (shape.head_dim, shape.query_heads);
     let (mut p, mut ds) = (Vec::new(), Vec::new());
     for sequence in sequences {
-        for head in 0..heads {
+        for head in 0..shape.query_heads {
             let at = HeadOffsets::new(shape, sequence.start, head);
             for block in blocks(sequence.len()) {
                 let (rows, keys) = (block.len(), block.end);
@@ -83,28 +71,56 @@ pub(crate) fn attention_backward<T: Real>(
                     d_rows,
                     at.values(qkv, keys).t(),
                 );
-                let first = sequence.start + block.start;
-                simd(|| {
-                    let both = p.chunks_exact_mut(keys).zip(ds.chunks_exact_mut(keys));
-                    for (i, (p, ds)) in both.enumerate() {
-                        let flat = ((first + i) * heads + head) * dim;
-                        let own = flat..flat + dim;
-                        let delta = dot(&d_out[own.clone()], &out[own]);
-                        let row_lse = lse[(first + i) * heads + head];
-                        let seen = block.start + i + 1;
-                        for (p, ds) in p[..seen].iter_mut().zip(&mut ds[..seen]) {
-                            *p = (*p - row_lse).exp();
-                            *ds = *p * (*ds - delta);
-                        }
-                        p[seen..].fill(T::ZERO);
-                        ds[seen..].fill(T::ZERO);
-                    }
-                });
+                causal_softmax_backward(at, &block, (lse, out, d_out), &mut p, &mut ds);
                 let (p, ds) = (View::new(&p, rows, keys), View::new(&ds, rows, keys));
                 matmul(at.queries_mut(d_qkv, &block), false, scale, ds, at.keys(qkv, keys));
                 matmul(at.keys_mut(d_qkv, keys), true, scale, ds.t(), at.queries(qkv, &block));
                 matmul(at.values_mut(d_qkv, keys), true, 1.0, p.t(), d_rows);
             }
+        }
+    }
+}
+
+kernel! {
+    /// Replaces a block of scores by probabilities and writes the log-sum-exp of each row.
+    fn causal_softmax<T: Real>(at: HeadOffsets, block: &Range<usize>, scores: &mut [T], lse: &mut [T]) {
+        for (row, scores) in block.clone().zip(scores.chunks_exact_mut(block.end)) {
+            let (seen, hidden) = scores.split_at_mut(row + 1);
+            let (total, top) = exponentials(seen);
+            lse[at.out_row(row).start / at.dim] = top + total.ln();
+            let inverse = T::ONE / total;
+            for p in seen {
+                *p = *p * inverse;
+            }
+            hidden.fill(T::ZERO);
+        }
+    }
+}
+
+kernel! {
+    /// Replaces a block of scores `p` by probabilities, and their gradient `ds` by that of the scores, given
+    /// the log-sum-exp, the outputs and the outputs' gradient.
+    fn causal_softmax_backward<T: Real>(
+        at: HeadOffsets,
+        block: &Range<usize>,
+        outputs: (&[T], &[T], &[T]),
+        p: &mut [T],
+        ds: &mut [T],
+    ) {
+        let (lse, out, d_out) = outputs;
+        let rows = p.chunks_exact_mut(block.end).zip(ds.chunks_exact_mut(block.end));
+        for (row, (p, ds)) in block.clone().zip(rows) {
+            let own = at.out_row(row);
+            let row_lse = lse[own.start / at.dim];
+            let delta = dot(&d_out[own.clone()], &out[own]);
+            let (p, p_hidden) = p.split_at_mut(row + 1);
+            let (ds, ds_hidden) = ds.split_at_mut(row + 1);
+            for (p, ds) in p.iter_mut().zip(ds) {
+                *p = (*p - row_lse).exp();
+                *ds = *p * (*ds - delta);
+            }
+            p_hidden.fill(T::ZERO);
+            ds_hidden.fill(T::ZERO);
         }
     }
 }
@@ -173,6 +189,13 @@ impl HeadOffsets {
     fn out<'a, T>(self, out: &'a [T], block: &Range<usize>) -> View<'a, T> {
         let from = self.out + block.start * self.out_width;
         View::strided(&out[from..], block.len(), self.dim, self.out_width)
+    }
+
+    /// Place of the head's output of one row of the sequence; divided by `dim`, that of its log-sum-exp.
+    #[inline(always)]
+    fn out_row(self, row: usize) -> Range<usize> {
+        let from = self.out + row * self.out_width;
+        from..from + self.dim
     }
 
     fn queries_mut<'a, T>(self, qkv: &'a mut [T], block: &Range<usize>) -> ViewMut<'a, T> {

@@ -3,9 +3,10 @@
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
 use super::layout::LayerSlots;
-use super::linalg::{View, ViewMut, add_scaled, dot, matmul, simd};
+use super::linalg::{View, ViewMut, add_scaled, dot, matmul};
 use super::real::Real;
 use crate::router::{RouterFamily, softmax};
+use orchestrate_cpu::kernel;
 use std::ops::Range;
 
 /// Dimensions of the block.
@@ -79,15 +80,7 @@ pub(crate) fn moe<T: Real>(
         );
         activation.resize(rows * width, T::ZERO);
         out.resize(rows * hidden, T::ZERO);
-        simd(|| {
-            let pairs = projected.chunks_exact(2 * width).zip(activation.chunks_exact_mut(width));
-            for (both, act) in pairs {
-                let (gate, up) = both.split_at(width);
-                for ((a, &g), &u) in act.iter_mut().zip(gate).zip(up) {
-                    *a = g * u / (T::ONE + (-g).exp());
-                }
-            }
-        });
+        activate(width, projected, &mut activation);
         matmul(
             ViewMut::new(&mut out, rows, hidden),
             false,
@@ -95,14 +88,35 @@ pub(crate) fn moe<T: Real>(
             View::new(&activation, rows, width),
             View::new(&params[expert.down.clone()], hidden, width).t(),
         );
-        simd(|| {
-            for (&slot, row) in order[group.clone()].iter().zip(out.chunks_exact(hidden)) {
-                let token = slot / top_k;
-                add_scaled(&mut x[token * hidden..(token + 1) * hidden], gates[slot], row);
-            }
-        });
+        scatter(shape, &order[group.clone()], Some(&gates), &out, x);
     }
     MoeTrace { logits, ids, gates, order, groups, gate_up }
+}
+
+kernel! {
+    /// SwiGLU of each row of `projected [rows, 2·width]`, the gate before the up projection.
+    fn activate<T: Real>(width: usize, projected: &[T], activation: &mut [T]) {
+        let rows = projected.chunks_exact(2 * width).zip(activation.chunks_exact_mut(width));
+        for (both, act) in rows {
+            let (gate, up) = both.split_at(width);
+            for ((a, &g), &u) in act.iter_mut().zip(gate).zip(up) {
+                *a = g * u / (T::ONE + (-g).exp());
+            }
+        }
+    }
+}
+
+kernel! {
+    /// Adds each row of one expert to its token's row of `sums [N, hidden]`, weighted by its slot's gate if
+    /// there are `gates`.
+    fn scatter<T: Real>(shape: &MoeShape, slots: &[usize], gates: Option<&[T]>, rows: &[T], sums: &mut [T]) {
+        let hidden = shape.hidden;
+        for (&slot, row) in slots.iter().zip(rows.chunks_exact(hidden)) {
+            let token = slot / shape.top_k;
+            let gate = gates.map_or(T::ONE, |gates| gates[slot]);
+            add_scaled(&mut sums[token * hidden..(token + 1) * hidden], gate, row);
+        }
+    }
 }
 
 /// Backward of [`moe`] and [`router_logits`]: adds to `d_h [N, hidden]` and to `grads`, given the
@@ -134,28 +148,10 @@ pub(crate) fn moe_backward<T: Real>(
             View::new(&params[expert.down.clone()], hidden, width),
         );
         let mut d_gate_up = vec![T::ZERO; rows * 2 * width];
-        simd(|| {
-            let rows = gate_up.chunks_exact(2 * width).zip(d_gate_up.chunks_exact_mut(2 * width));
-            let rows = rows.zip(d_act.chunks_exact(width).zip(weighted.chunks_exact_mut(width)));
-            for (((both, d_both), (d_act, act)), &slot) in rows.zip(&trace.order[group.clone()]) {
-                let weight = trace.gates[slot];
-                let (gate, up) = both.split_at(width);
-                let (d_gate, d_up) = d_both.split_at_mut(width);
-                for i in 0..width {
-                    let s = T::ONE / (T::ONE + (-gate[i]).exp());
-                    let silu = gate[i] * s;
-                    act[i] = silu * up[i];
-                    let d = d_act[i] * weight;
-                    d_up[i] = d * silu;
-                    d_gate[i] = d * up[i] * s * (T::ONE + gate[i] - silu);
-                }
-                // Computes <dy, E(x)> without E(x) by applying the transposed projection to dy.
-                d_gates[slot] = dot(d_act, act);
-                for a in act {
-                    *a = *a * weight;
-                }
-            }
-        });
+        let sources = &trace.order[group.clone()];
+        let gradients = (&mut d_gate_up[..], &mut d_gates[..]);
+        let routed = (sources, &trace.gates[..]);
+        activate_backward(shape, routed, gate_up, &d_act, &mut weighted, gradients);
         let d_gate_up = View::new(&d_gate_up, rows, 2 * width);
         let inputs = View::new(&sorted[group.start * hidden..], rows, hidden);
         let gate_up_weight = View::new(&params[expert.gate_up.clone()], 2 * width, hidden);
@@ -165,12 +161,7 @@ pub(crate) fn moe_backward<T: Real>(
         matmul(into, true, 1.0, d_gate_up.t(), inputs);
         let into = ViewMut::new(&mut grads[expert.down.clone()], hidden, width);
         matmul(into, true, 1.0, d_out.t(), View::new(&weighted, rows, width));
-        simd(|| {
-            for (&slot, row) in trace.order[group.clone()].iter().zip(d_in.chunks_exact(hidden)) {
-                let token = slot / top_k;
-                add_scaled(&mut d_h[token * hidden..(token + 1) * hidden], T::ONE, row);
-            }
-        });
+        scatter(shape, sources, None, &d_in, d_h);
     }
 
     let mut d_logits = vec![T::ZERO; trace.logits.len()];
@@ -187,6 +178,42 @@ pub(crate) fn moe_backward<T: Real>(
     matmul(ViewMut::new(d_h, rows_all, hidden), true, 1.0, d_logits, router);
     let into = ViewMut::new(&mut grads[slots.router.clone()], shape.experts, hidden);
     matmul(into, true, 1.0, d_logits.t(), View::new(h, rows_all, hidden));
+}
+
+kernel! {
+    /// Backward of [`activate`] and of the product with the gates, given the gradient `d_act [rows, width]` of
+    /// the activations before that product. Also computes the activations after it, `weighted [rows, width]`.
+    fn activate_backward<T: Real>(
+        shape: &MoeShape,
+        routed: (&[usize], &[T]),
+        gate_up: &[T],
+        d_act: &[T],
+        weighted: &mut [T],
+        gradients: (&mut [T], &mut [T]),
+    ) {
+        let ((slots, gates), (d_gate_up, d_gates)) = (routed, gradients);
+        let width = shape.width;
+        let rows = gate_up.chunks_exact(2 * width).zip(d_gate_up.chunks_exact_mut(2 * width));
+        let rows = rows.zip(d_act.chunks_exact(width).zip(weighted.chunks_exact_mut(width)));
+        for (((both, d_both), (d_act, act)), &slot) in rows.zip(slots) {
+            let weight = gates[slot];
+            let (gate, up) = both.split_at(width);
+            let (d_gate, d_up) = d_both.split_at_mut(width);
+            for i in 0..width {
+                let s = T::ONE / (T::ONE + (-gate[i]).exp());
+                let silu = gate[i] * s;
+                act[i] = silu * up[i];
+                let d = d_act[i] * weight;
+                d_up[i] = d * silu;
+                d_gate[i] = d * up[i] * s * (T::ONE + gate[i] - silu);
+            }
+            // Computes <dy, E(x)> without E(x) by applying the transposed projection to dy.
+            d_gates[slot] = dot(d_act, act);
+            for a in act {
+                *a = *a * weight;
+            }
+        }
+    }
 }
 
 /// The auxiliary loss that balances tokens over experts; used in supervised training only.

@@ -2,8 +2,9 @@
 //! are computed for [`CHUNK`] rows at a time, to bound memory.
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
-use super::linalg::{View, ViewMut, add_scaled, dot, largest, matmul, simd, sum};
+use super::linalg::{View, ViewMut, add_scaled, dot, largest, matmul, sum};
 use super::real::Real;
+use orchestrate_cpu::kernel;
 
 /// Number of rows whose logits are computed at once.
 const CHUNK: usize = 128;
@@ -48,33 +49,7 @@ impl<T: Real> Head<'_, T> {
         let mut logits = Vec::new();
         for (rows, tokens) in targets.rows.chunks(CHUNK).zip(targets.tokens.chunks(CHUNK)) {
             self.logits(&self.pick(x, rows), rows.len(), &mut logits);
-            simd(|| {
-                for (row, &token) in logits.chunks_exact_mut(self.vocab()).zip(tokens) {
-                    let top = largest(row);
-                    let chosen = row[token as usize] - top;
-                    // Accumulates the entropy term in the same loop.
-                    let mut weighted = [T::ZERO; 16];
-                    let (lanes, rest) = row.as_chunks_mut::<16>();
-                    for lane in lanes {
-                        for i in 0..16 {
-                            let z = lane[i] - top;
-                            lane[i] = z.exp();
-                            weighted[i] += lane[i] * z;
-                        }
-                    }
-                    let mut inner: T = weighted.into_iter().sum();
-                    for value in rest {
-                        let z = *value - top;
-                        *value = z.exp();
-                        inner += *value * z;
-                    }
-                    let total = sum(row);
-                    let log_total = total.ln();
-                    trace.logprobs.push(chosen - log_total);
-                    trace.entropy.push(log_total - inner / total);
-                    trace.lse.push(top + log_total);
-                }
-            });
+            score(self.vocab(), tokens, &mut logits, &mut trace);
         }
         trace
     }
@@ -97,16 +72,8 @@ impl<T: Real> Head<'_, T> {
             let rows: Vec<usize> = chunk.iter().map(|&i| targets.rows[i]).collect();
             let picked = self.pick(x, &rows);
             self.logits(&picked, rows.len(), &mut logits);
-            simd(|| {
-                for (row, &i) in logits.chunks_exact_mut(self.vocab()).zip(chunk) {
-                    let c = coefficients[i] * T::from_f64(self.sharpness);
-                    let lse = trace.lse[i];
-                    for value in &mut *row {
-                        *value = -c * (*value - lse).exp();
-                    }
-                    row[targets.tokens[i] as usize] += c;
-                }
-            });
+            let c = (coefficients, T::from_f64(self.sharpness));
+            logits_backward(self.vocab(), chunk, c, (targets, trace), &mut logits);
             let d_logits = View::new(&logits, rows.len(), self.vocab());
             d_rows.resize(rows.len() * self.hidden, T::ZERO);
             let weight = View::new(self.weight, self.vocab(), self.hidden);
@@ -134,6 +101,60 @@ impl<T: Real> Head<'_, T> {
             View::new(picked, rows, self.hidden),
             View::new(self.weight, self.vocab(), self.hidden).t(),
         );
+    }
+}
+
+kernel! {
+    /// Appends log-prob, entropy and log-sum-exp of each row of `logits [tokens, V]` to `trace`; the logits are
+    /// overwritten.
+    fn score<T: Real>(vocab: usize, tokens: &[u32], logits: &mut [T], trace: &mut HeadTrace<T>) {
+        for (row, &token) in logits.chunks_exact_mut(vocab).zip(tokens) {
+            let top = largest(row);
+            let chosen = row[token as usize] - top;
+            // Accumulates the entropy term in the same loop.
+            let mut weighted = [T::ZERO; 16];
+            let (lanes, rest) = row.as_chunks_mut::<16>();
+            for lane in lanes {
+                for i in 0..16 {
+                    let z = lane[i] - top;
+                    lane[i] = z.exp();
+                    weighted[i] += lane[i] * z;
+                }
+            }
+            let mut inner: T = weighted.into_iter().sum();
+            for value in rest {
+                let z = *value - top;
+                *value = z.exp();
+                inner += *value * z;
+            }
+            let total = sum(row);
+            let log_total = total.ln();
+            trace.logprobs.push(chosen - log_total);
+            trace.entropy.push(log_total - inner / total);
+            trace.lse.push(top + log_total);
+        }
+    }
+}
+
+kernel! {
+    /// Replaces the logits of the targets `chosen` by their gradient, given all targets' coefficients and the
+    /// inverse temperature.
+    fn logits_backward<T: Real>(
+        vocab: usize,
+        chosen: &[usize],
+        slopes: (&[T], T),
+        forward: (&Targets, &HeadTrace<T>),
+        logits: &mut [T],
+    ) {
+        let ((coefficients, sharpness), (targets, trace)) = (slopes, forward);
+        for (row, &i) in logits.chunks_exact_mut(vocab).zip(chosen) {
+            let c = coefficients[i] * sharpness;
+            let lse = trace.lse[i];
+            for value in &mut *row {
+                *value = -c * (*value - lse).exp();
+            }
+            row[targets.tokens[i] as usize] += c;
+        }
     }
 }
 

@@ -1,7 +1,7 @@
 //! Matrix products and vectorised loops. `unsafe` code of the trainer is confined to this module
 //! and its kernel.
 #![expect(unsafe_code, reason = "the kernel takes raw pointers; instruction sets are checked")]
-#![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
+#![expect(clippy::inline_always, reason = "loops must inline into kernels to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over fixed-size lanes")]
 
 use super::kernel;
@@ -113,11 +113,6 @@ fn multiply<T: Real>(
     // SAFETY: each view was checked to lie inside its slice, with its strides, when it was created;
     // `dst` is a unique borrow, so it overlaps neither operand.
     unsafe { kernel::multiply(level, shape, target, operand(a), operand(b)) };
-}
-
-/// Runs `work` compiled for the instruction sets in use ([`Level::run`]).
-pub(crate) fn simd<R>(work: impl FnOnce() -> R) -> R {
-    Level::current().run(work)
 }
 
 const LANES: usize = 16;

@@ -1,40 +1,41 @@
 //! RMSNorm and rotary position embedding, forward and backward.
-#![expect(clippy::inline_always, reason = "loops must inline into `simd` to be vectorised")]
+#![expect(clippy::inline_always, reason = "loops must inline into kernels to be vectorised")]
 #![expect(clippy::indexing_slicing, reason = "dense numeric code over rows of known width")]
 
-use super::linalg::{add_scaled, dot, simd};
+use super::linalg::{add_scaled, dot};
 use super::real::Real;
+use orchestrate_cpu::kernel;
 
-/// RMSNorm: `y = x / sqrt(mean(x²) + ε) · w` for each row of `x [rows, w.len()]`.
-pub(crate) fn rms_norm<T: Real>(x: &[T], weight: &[T], eps: f64, y: &mut [T]) {
-    let width = weight.len();
-    simd(|| {
+kernel! {
+    /// RMSNorm: `y = x / sqrt(mean(x²) + ε) · w` for each row of `x [rows, w.len()]`.
+    pub(crate) fn rms_norm<T: Real>(x: &[T], weight: &[T], eps: f64, y: &mut [T]) {
+        let width = weight.len();
         for (row, out) in x.chunks_exact(width).zip(y.chunks_exact_mut(width)) {
             let scale = inverse_rms(row, eps);
             for ((o, &v), &w) in out.iter_mut().zip(row).zip(weight) {
                 *o = v * scale * w;
             }
         }
-    });
+    }
 }
 
-/// Backward of [`rms_norm`]: adds to `dx` and `d_weight`, given `dy`. Recomputes the statistics
-/// from `x`.
-pub(crate) fn rms_norm_backward<T: Real>(
-    x: &[T],
-    weight: &[T],
-    eps: f64,
-    dy: &[T],
-    dx: &mut [T],
-    d_weight: &mut [T],
-) {
-    let width = weight.len();
-    simd(|| {
+kernel! {
+    /// Backward of [`rms_norm`]: adds to `dx` and `d_weight`, given `dy`. Recomputes the statistics
+    /// from `x`.
+    pub(crate) fn rms_norm_backward<T: Real>(
+        x: &[T],
+        weight: &[T],
+        eps: f64,
+        dy: &[T],
+        dx: &mut [T],
+        d_weight: &mut [T],
+    ) {
+        let width = weight.len();
         let rows = x.chunks_exact(width).zip(dy.chunks_exact(width));
         for ((row, dy), dx) in rows.zip(dx.chunks_exact_mut(width)) {
             norm_row_backward((row, weight, dy), eps, dx, d_weight);
         }
-    });
+    }
 }
 
 #[inline(always)]
@@ -121,17 +122,18 @@ impl HeadShape {
     }
 }
 
-/// Normalises every query and key head and rotates it by its position; copies the values.
-pub(crate) fn norm_and_rotate<T: Real>(
-    shape: HeadShape,
-    rope: &Rope<T>,
-    positions: &[usize],
-    (query_norm, key_norm): (&[T], &[T]),
-    raw: &[T],
-    out: &mut [T],
-) {
-    let (width, dim) = (shape.width(), shape.head_dim);
-    simd(|| {
+kernel! {
+    /// Normalises every query and key head and rotates it by its position; copies the values.
+    pub(crate) fn norm_and_rotate<T: Real>(
+        shape: HeadShape,
+        rope: &Rope<T>,
+        positions: &[usize],
+        norms: (&[T], &[T]),
+        raw: &[T],
+        out: &mut [T],
+    ) {
+        let (query_norm, key_norm) = norms;
+        let (width, dim) = (shape.width(), shape.head_dim);
         let rows = raw.chunks_exact(width).zip(out.chunks_exact_mut(width));
         for ((raw, out), &position) in rows.zip(positions) {
             out[shape.normed()..].copy_from_slice(&raw[shape.normed()..]);
@@ -145,22 +147,22 @@ pub(crate) fn norm_and_rotate<T: Real>(
                 rope.rotate(position, false, out);
             }
         }
-    });
+    }
 }
 
-/// Backward of [`norm_and_rotate`]: `d_out` is overwritten with the gradient of `raw`.
-pub(crate) fn norm_and_rotate_backward<T: Real>(
-    shape: HeadShape,
-    rope: &Rope<T>,
-    positions: &[usize],
-    weights: (&[T], &[T], &mut [T], &mut [T]),
-    raw: &[T],
-    d_out: &mut [T],
-) {
-    let (width, dim) = (shape.width(), shape.head_dim);
-    let (query_norm, key_norm, d_query, d_key) = weights;
-    let mut turned = vec![T::ZERO; dim];
-    simd(|| {
+kernel! {
+    /// Backward of [`norm_and_rotate`]: `d_out` is overwritten with the gradient of `raw`.
+    pub(crate) fn norm_and_rotate_backward<T: Real>(
+        shape: HeadShape,
+        rope: &Rope<T>,
+        positions: &[usize],
+        weights: (&[T], &[T], &mut [T], &mut [T]),
+        raw: &[T],
+        d_out: &mut [T],
+    ) {
+        let (width, dim) = (shape.width(), shape.head_dim);
+        let (query_norm, key_norm, d_query, d_key) = weights;
+        let mut turned = vec![T::ZERO; dim];
         let rows = raw.chunks_exact(width).zip(d_out.chunks_exact_mut(width));
         for ((raw, d_out), &position) in rows.zip(positions) {
             let heads = raw.chunks_exact(dim).zip(d_out.chunks_exact_mut(dim));
@@ -176,10 +178,12 @@ pub(crate) fn norm_and_rotate_backward<T: Real>(
                 norm_row_backward((raw, weight, &turned), shape.eps, d, d_weight);
             }
         }
-    });
+    }
 }
 
-/// Adds `src` to `dst`, element by element.
-pub(crate) fn add<T: Real>(dst: &mut [T], src: &[T]) {
-    simd(|| add_scaled(dst, T::ONE, src));
+kernel! {
+    /// Adds `src` to `dst`, element by element.
+    pub(crate) fn add<T: Real>(dst: &mut [T], src: &[T]) {
+        add_scaled(dst, T::ONE, src);
+    }
 }

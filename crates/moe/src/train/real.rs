@@ -66,7 +66,7 @@ pub trait Real:
     fn with_scratch<R>(work: impl FnOnce(&mut [Vec<Self>; 2]) -> R) -> R;
     /// The larger of the two values.
     #[must_use]
-    #[inline]
+    #[inline(always)]
     fn max(self, other: Self) -> Self {
         if other > self { other } else { self }
     }
@@ -76,23 +76,23 @@ impl Real for f64 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const LOWEST: Self = Self::MIN;
-    #[inline]
+    #[inline(always)]
     fn from_f64(value: f64) -> Self {
         value
     }
-    #[inline]
+    #[inline(always)]
     fn to_f64(self) -> f64 {
         self
     }
-    #[inline]
+    #[inline(always)]
     fn exp(self) -> Self {
         libm::exp(self)
     }
-    #[inline]
+    #[inline(always)]
     fn ln(self) -> Self {
         libm::log(self)
     }
-    #[inline]
+    #[inline(always)]
     fn sqrt(self) -> Self {
         self.sqrt()
     }
@@ -112,16 +112,16 @@ impl Real for f32 {
     const ZERO: Self = 0.0;
     const ONE: Self = 1.0;
     const LOWEST: Self = Self::MIN;
-    #[inline]
+    #[inline(always)]
     #[expect(clippy::cast_possible_truncation, reason = "rounding is the purpose")]
     fn from_f64(value: f64) -> Self {
         value as Self
     }
-    #[inline]
+    #[inline(always)]
     fn to_f64(self) -> f64 {
         f64::from(self)
     }
-    #[inline]
+    #[inline(always)]
     fn exp(self) -> Self {
         // Adding 1.5 × 2^23 leaves the rounded integer in the low bits of the mantissa.
         const MAGIC: f32 = 12_582_912.0;
@@ -142,11 +142,11 @@ impl Real for f32 {
         let value = p * r * r + r + 1.0;
         value * f32::from_bits(shifted.to_bits().wrapping_add(127) << 23)
     }
-    #[inline]
+    #[inline(always)]
     fn ln(self) -> Self {
         libm::logf(self)
     }
-    #[inline]
+    #[inline(always)]
     fn sqrt(self) -> Self {
         self.sqrt()
     }

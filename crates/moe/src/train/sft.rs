@@ -260,7 +260,7 @@ mod tests {
     use super::*;
     use crate::Weights;
 
-    fn tiny() -> TrainModel<f32> {
+    fn tiny(seed: u64) -> TrainModel<f32> {
         let config = serde_json::from_value(serde_json::json!({
             "model_type": "qwen3_moe", "hidden_size": 16, "num_hidden_layers": 2,
             "num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 8,
@@ -268,7 +268,7 @@ mod tests {
             "norm_topk_prob": true, "vocab_size": 17, "rms_norm_eps": 1e-6,
             "tie_word_embeddings": true, "max_position_embeddings": 32, "rope_theta": 1e4
         }));
-        TrainModel::new(&Weights::random(config.unwrap(), 5))
+        TrainModel::new(&Weights::random(config.unwrap(), seed))
     }
 
     fn counting(from: u32) -> SftSequence {
@@ -278,27 +278,30 @@ mod tests {
 
     #[test]
     fn simple_rule_is_learned_within_the_budget() {
-        let mut model = tiny();
         let held_out: Vec<_> = (0..17).map(counting).collect();
-        let before = evaluate(&model, &held_out).unwrap();
         let options = SftOptions {
             token_budget: 12_000,
             warmup_tokens: 500,
             learning_rate: 1e-2,
             ..SftOptions::default()
         };
-        let data = (0..).map(|i| counting(i * 5 % 17));
-        let last = train(&mut model, data, &options, |_, _| ControlFlow::Continue(())).unwrap();
-        let after = evaluate(&model, &held_out).unwrap();
-        assert!(before > 2.5 && after < 0.3, "{before} {after}");
-        let last = last.unwrap();
-        assert!(last.tokens >= 12_000 && last.tokens < 12_100);
-        assert!(last.balance >= 0.99 && last.balance < 2.0, "{}", last.balance);
+        for seed in 0..5 {
+            let mut model = tiny(seed);
+            let before = evaluate(&model, &held_out).unwrap();
+            let data = (0..).map(|i| counting(i * 5 % 17));
+            let last = train(&mut model, data, &options, |_, _| ControlFlow::Continue(())).unwrap();
+            let after = evaluate(&model, &held_out).unwrap();
+            let last = last.unwrap();
+            assert!(after < before / 5.0, "{before} {after}");
+            assert!(last.tokens >= 12_000 && last.tokens < 12_100);
+            // Of 4 experts, those of half the tokens at most.
+            assert!(last.balance > 0.5 && last.balance < 2.0, "{}", last.balance);
+        }
     }
 
     #[test]
     fn callback_can_stop_training_and_errors_name_bad_tokens() {
-        let mut model = tiny();
+        let mut model = tiny(5);
         let options = SftOptions::default();
         let one = train(&mut model, (0..).map(counting), &options, |_, _| ControlFlow::Break(()));
         assert_eq!(one.unwrap().unwrap().step, 1);

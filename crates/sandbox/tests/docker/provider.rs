@@ -2,8 +2,8 @@
 
 use crate::common::{Fixture, IMAGE, SHORT, check_alive, docker, run};
 use orchestrate_sandbox::{
-    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, SandboxErrorKind,
-    SandboxProvider as _, SandboxSection, SandboxSpec,
+    Command, DockerProvider, Exit, FileEntry, GcScope, PullPolicy, Purpose, Sandbox,
+    SandboxErrorKind, SandboxProvider as _, SandboxSection, SandboxSpec,
 };
 use orchestrate_types::{ByteSize, HumanDuration};
 use std::time::{Duration, Instant};
@@ -199,27 +199,42 @@ async fn docker_idle_sandbox_that_died_is_replaced() {
     fixture.finish().await;
 }
 
+/// Opens a sandbox with a deadline of a few seconds: one that leaves three quarters of it after the opening,
+/// however slow the machine is.
+async fn open_briefly(fixture: &Fixture, reusable: bool) -> (Box<dyn Sandbox>, Duration) {
+    let mut deadline = Duration::from_secs(2);
+    loop {
+        let (spec, started) = (SandboxSpec { deadline, ..fixture.spec(reusable) }, Instant::now());
+        match fixture.provider.open(&spec).await {
+            Ok(sandbox) if started.elapsed() < deadline / 4 => return (sandbox, deadline),
+            Ok(sandbox) => drop(sandbox),
+            Err(error) => assert!(deadline < 4 * SHORT, "{error}"),
+        }
+        deadline *= 2;
+    }
+}
+
 #[tokio::test]
 async fn docker_deadline_ends_the_container_by_itself() {
     let Some(fixture) = Fixture::new().await else { return };
-    let spec = SandboxSpec { deadline: Duration::from_secs(2), ..fixture.spec(false) };
-    let mut sandbox = fixture.provider.open(&spec).await.unwrap();
-    let ended = sandbox.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
+    let endless = Command::shell("sleep 1000", 12 * SHORT);
+    let (mut sandbox, _) = open_briefly(&fixture, false).await;
+    let ended = sandbox.exec(&endless).await.unwrap_err();
     let text = ended.to_string();
     assert!(matches!(ended.kind, SandboxErrorKind::Gone(_)) && text.contains("deadline"), "{text}");
     drop(sandbox);
     // A pooled container has the deadline of its attempt while it serves one, else its own
     // lifetime.
-    let spec = SandboxSpec { deadline: Duration::from_secs(1), ..fixture.spec(true) };
-    let sandbox = fixture.provider.open(&spec).await.unwrap();
+    let (sandbox, deadline) = open_briefly(&fixture, true).await;
     let name = sandbox.name().to_owned();
     sandbox.close().await.unwrap();
     let mut again = fixture.open().await;
     assert_eq!(again.name(), name);
-    assert_eq!(run(&mut again, "sleep 1.5").await.exit, Exit::Code(0));
+    let past = Command::shell(format!("sleep {}", 2 * deadline.as_secs()), 12 * SHORT);
+    assert_eq!(again.exec(&past).await.unwrap().exit, Exit::Code(0));
     again.close().await.unwrap();
-    let mut hurried = fixture.provider.open(&spec).await.unwrap();
-    let ended = hurried.exec(&Command::shell("sleep 100", SHORT)).await.unwrap_err();
+    let (mut hurried, _) = open_briefly(&fixture, true).await;
+    let ended = hurried.exec(&endless).await.unwrap_err();
     assert!(ended.to_string().contains("deadline"), "{ended}");
     drop(hurried);
     fixture.finish().await;
