@@ -135,7 +135,7 @@ fn probes() -> Vec<Action> {
     ]
 }
 
-fn probe_tool() -> Value {
+pub(crate) fn probe_tool() -> Value {
     let kind = |kind: &str| json!({"type": kind});
     json!({"type": "function", "function": {"name": "probe", "parameters": {
         "type": "object",
