@@ -16,7 +16,7 @@ use crate::codec::Codec;
 use crate::model_files::{
     TOKENIZER_CONFIG, TemplateSources, end_token_ids, json_file, malformed, special_tokens,
 };
-use crate::prefix::{EarlierThinking, History};
+use crate::prefix::{History, ProbedThinking};
 use crate::scaffold::Scaffold;
 use crate::system_messages::SystemMessages;
 use crate::template::{ChatTemplate, ShownExtras, TemplateInput, with_strings};
@@ -139,8 +139,7 @@ pub(crate) struct ProbedTemplate {
     pub(crate) template: ChatTemplate,
     /// The tools and the switch that it is probed with.
     input: TemplateInput,
-    /// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
-    pub(crate) thinking: Vec<(Option<bool>, Result<EarlierThinking, String>)>,
+    pub(crate) thinking: ProbedThinking,
     system_messages: SystemMessages,
     shown_extras: ShownExtras,
 }
@@ -239,7 +238,7 @@ impl ChatModel {
         run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
     }
 
-    fn read(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatErrorKind> {
+    fn read(folder: &Utf8Path, mut options: ChatOptions) -> Result<Self, ChatErrorKind> {
         let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
             .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
         let config = json_file(folder, TOKENIZER_CONFIG)?;
@@ -283,7 +282,7 @@ impl ChatModel {
             AhoCorasick::new(&control_texts).map_err(|e| malformed("tokenizer.json", e))?;
         let broken = |text: &str| broken_control_texts(text, &any_control_text, &control_texts);
         let tools = options.tools.iter().map(|tool| with_strings(tool, &broken)).collect();
-        let options = ChatOptions { tools, ..options };
+        options.tools = tools;
         let input = TemplateInput::new(&options.tools, options.thinking);
         let probe = TemplateInput::new(&[probe_tool()], options.thinking);
         let mut model = Self {

@@ -36,6 +36,9 @@ pub(crate) enum EarlierThinking {
     Dropped { close: Option<TokenId>, header: usize },
 }
 
+/// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
+pub(crate) type ProbedThinking = Vec<(Option<bool>, Result<EarlierThinking, String>)>;
+
 /// The question of every probe.
 const QUESTION: &str = "probe question";
 
@@ -97,7 +100,7 @@ impl ChatModel {
     pub(crate) fn probe_thinking(
         &self,
         input: &TemplateInput,
-    ) -> Result<Vec<(Option<bool>, Result<EarlierThinking, String>)>, ChatErrorKind> {
+    ) -> Result<ProbedThinking, ChatErrorKind> {
         let mut found = vec![(input.thinking, Ok(self.detect_thinking(input)?))];
         if self.options.thinking.is_none() && self.switches_thinking() {
             for switch in [true, false] {
