@@ -3,7 +3,6 @@
 use crate::config::Settings;
 use crate::files::write_whole;
 use crate::output;
-use anyhow::Context;
 use camino::Utf8Path;
 use orchestrate_rollout::ToolServers;
 use std::io;
@@ -24,7 +23,7 @@ pub(crate) async fn connect(
     let servers = ToolServers::connect(&settings.rollout.tool_servers).await?;
     let file = folder.join(TOOLS_FILE);
     match fs_err::read_to_string(&file) {
-        Ok(record) => servers.check_recorded(&record).with_context(|| file.to_string())?,
+        Ok(record) => servers.check_recorded(&record)?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             write_whole(&file, &servers.record()?)?;
         }
