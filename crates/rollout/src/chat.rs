@@ -14,13 +14,13 @@
 use crate::api::{Action, Message, MessageExtra};
 use crate::codec::Codec;
 use crate::model_files::{
-    TOKENIZER_CONFIG, end_token_ids, json_file, malformed, special_tokens, template_source,
+    TOKENIZER_CONFIG, TemplateSources, end_token_ids, json_file, malformed, special_tokens,
 };
-use crate::prefix::{EarlierThinking, History};
+use crate::prefix::{History, ProbedThinking};
 use crate::scaffold::Scaffold;
 use crate::system_messages::SystemMessages;
 use crate::template::{ChatTemplate, ShownExtras, TemplateInput, with_strings};
-use crate::tool_format::ToolFormat;
+use crate::tool_format::{ToolFormat, probe_tool};
 use aho_corasick::AhoCorasick;
 use camino::{Utf8Path, Utf8PathBuf};
 use jiff::Timestamp;
@@ -133,6 +133,33 @@ pub struct ChatOptions {
     pub date: Option<Timestamp>,
 }
 
+/// A chat template, and what is known about it from probes.
+#[derive(Debug)]
+pub(crate) struct ProbedTemplate {
+    pub(crate) template: ChatTemplate,
+    /// The tools and the switch that it is probed with.
+    input: TemplateInput,
+    pub(crate) thinking: ProbedThinking,
+    system_messages: SystemMessages,
+    shown_extras: ShownExtras,
+}
+
+impl ProbedTemplate {
+    fn new(template: ChatTemplate, input: TemplateInput) -> Self {
+        let system_messages =
+            SystemMessages::of(|messages| template.render_input(messages, &input, true));
+        if !system_messages.allows_all() {
+            tracing::info!(
+                rule = ?system_messages,
+                "system messages that the chat template does not allow are merged or \
+                become messages of the user"
+            );
+        }
+        let shown_extras = template.shown_extras(&input);
+        Self { template, input, thinking: Vec::new(), system_messages, shown_extras }
+    }
+}
+
 /// A tokenizer with its chat template.
 #[derive(Debug)]
 pub struct ChatModel {
@@ -141,12 +168,12 @@ pub struct ChatModel {
     /// it takes as long as several turns.
     prompts: Mutex<LruCache<String, Arc<[TokenId]>>>,
     pub(crate) codec: Codec,
-    pub(crate) template: ChatTemplate,
     pub(crate) options: ChatOptions,
-    /// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
-    pub(crate) thinking: Vec<(Option<bool>, Result<EarlierThinking, String>)>,
-    system_messages: SystemMessages,
-    shown_extras: ShownExtras,
+    /// Renders all prompts, or those without tools if there is `tool_use`.
+    plain: ProbedTemplate,
+    /// Renders the prompts with tools, if the model has a template for them and the prompts of the run may
+    /// have tools or none, as those of an agent.
+    tool_use: Option<ProbedTemplate>,
     tool_format: Option<ToolFormat>,
     end_of_turn: TokenId,
     end_of_turn_text: String,
@@ -169,8 +196,9 @@ impl ChatModel {
 
     /// Loads a model from a Hugging Face folder and checks its chat template.
     ///
-    /// Reads `tokenizer.json`, the chat template (`chat_template.jinja`, else the field
-    /// `chat_template` of `tokenizer_config.json`) and the end tokens (`generation_config.json`,
+    /// Reads `tokenizer.json`, the chat template (`chat_template.jinja` and
+    /// `additional_chat_templates/*.jinja`, else the field `chat_template` of `tokenizer_config.json`;
+    /// of several, `tool_use` for prompts with tools and else `default`) and the end tokens (`generation_config.json`,
     /// else `eos_token` of `tokenizer_config.json`). The template must keep earlier turns: for two
     /// finished turns it must render the prompt, the first turn as written, the delta, the second
     /// turn and the next delta. It may only drop the thinking of earlier turns; `options.history`
@@ -185,10 +213,16 @@ impl ChatModel {
     pub fn load_for(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatError> {
         let run = || {
             let mut model = Self::read(folder, options)?;
-            let earlier = model.detect_thinking(&model.input)?;
-            model.thinking.push((model.input.thinking, Ok(earlier)));
-            model.add_requested_thinking();
-            let format = ToolFormat::of(|calls| model.assistant_text("", calls));
+            model.plain.thinking = model.probe_thinking(&model.plain.input)?;
+            if let Some(input) = model.tool_use.as_ref().map(|tool_use| tool_use.input.clone()) {
+                let thinking = model.probe_thinking(&input)?;
+                model
+                    .tool_use
+                    .iter_mut()
+                    .for_each(|tool_use| tool_use.thinking.clone_from(&thinking));
+            }
+            let shown = model.tool_use.as_ref().unwrap_or(&model.plain);
+            let format = ToolFormat::of(|calls| model.assistant_text("", calls, &shown.input));
             let reads_calls = match model.options.scaffold {
                 Scaffold::Tools => !model.options.tools.is_empty(),
                 Scaffold::Command => true,
@@ -204,21 +238,29 @@ impl ChatModel {
         run().map_err(|kind| ChatError { folder: folder.to_owned(), kind })
     }
 
-    fn read(folder: &Utf8Path, options: ChatOptions) -> Result<Self, ChatErrorKind> {
+    fn read(folder: &Utf8Path, mut options: ChatOptions) -> Result<Self, ChatErrorKind> {
         let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
             .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
         let config = json_file(folder, TOKENIZER_CONFIG)?;
         let special = special_tokens(folder, &config)?;
-        let source = template_source(folder, &config)?;
+        let sources = TemplateSources::read(folder, &config)?;
         let date = options.date.unwrap_or_else(Timestamp::now);
-        let template = ChatTemplate::with_variables(&source, &special, date)?;
-        let is_unknown = |name: &&str| name.ends_with("_token") && !special.contains_key(*name);
-        if let Some(name) = template.reads().filter(is_unknown).min() {
-            return Err(ChatErrorKind::UnknownVariable(name.to_owned()));
-        }
-        if options.thinking.is_some() && !template.switches_thinking() {
-            return Err(ChatErrorKind::NoThinkingSwitch);
-        }
+        let compile = |source: &str| {
+            let template = ChatTemplate::with_variables(source, &special, date)?;
+            let is_unknown = |name: &&str| name.ends_with("_token") && !special.contains_key(*name);
+            if let Some(name) = template.reads().filter(is_unknown).min() {
+                return Err(ChatErrorKind::UnknownVariable(name.to_owned()));
+            }
+            if options.thinking.is_some() && !template.switches_thinking() {
+                return Err(ChatErrorKind::NoThinkingSwitch);
+            }
+            Ok(template)
+        };
+        let plain = compile(sources.for_prompts(!options.tools.is_empty())?)?;
+        let tool_use = match (options.scaffold, &sources.tool_use) {
+            (Scaffold::Command | Scaffold::Outside, Some(source)) => Some(compile(source)?),
+            _ => None,
+        };
 
         let mut stop_token_ids = end_token_ids(folder)?;
         let eos = config.get("eos_token");
@@ -238,49 +280,68 @@ impl ChatModel {
             .collect();
         let any_control_text =
             AhoCorasick::new(&control_texts).map_err(|e| malformed("tokenizer.json", e))?;
+        let broken = |text: &str| broken_control_texts(text, &any_control_text, &control_texts);
+        let tools = options.tools.iter().map(|tool| with_strings(tool, &broken)).collect();
+        options.tools = tools;
+        let input = TemplateInput::new(&options.tools, options.thinking);
+        let probe = TemplateInput::new(&[probe_tool()], options.thinking);
         let mut model = Self {
             any_control_text,
-            input: TemplateInput::new(&[], options.thinking),
+            plain: ProbedTemplate::new(plain, input.clone()),
+            tool_use: tool_use.map(|template| ProbedTemplate::new(template, probe)),
+            input,
             folder: folder.to_owned(),
             prompts: Mutex::new(LruCache::new(CACHED_PROMPTS)),
             codec: Codec::new(tokenizer),
-            template,
             options,
-            thinking: Vec::new(),
-            system_messages: SystemMessages::ANY,
-            shown_extras: ShownExtras::default(),
             tool_format: None,
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
             control_texts,
         };
-        model.options.tools = model.safe_tools(&model.options.tools);
-        model.input = TemplateInput::new(&model.options.tools, model.options.thinking);
-        let probe = TemplateInput::new(&[], model.options.thinking);
-        model.system_messages =
-            SystemMessages::of(|messages| model.template.render_input(messages, &probe, true));
-        if !model.system_messages.allows_all() {
-            let rule = model.system_messages;
-            tracing::info!(
-                ?rule,
-                "system messages that the chat template does not allow are merged or \
-                become messages of the user"
-            );
+        (model.end_of_turn, model.end_of_turn_text) = model.closing_token(&model.plain)?;
+        if let Some(tool_use) = &model.tool_use
+            && model.closing_token(tool_use)?.0 != model.end_of_turn
+        {
+            return Err(ChatErrorKind::Incomplete {
+                file: TOKENIZER_CONFIG,
+                problem: "the chat templates default and tool_use close an assistant turn with \
+                          different tokens; change one of them",
+            });
         }
-        model.shown_extras = model.template.shown_extras();
-        let role = model.options.scaffold.observation_role();
-        let closing = model.text_after_turn(&[message(role, "x")], &model.input)?;
-        let found = model.stop_token_ids.iter().find_map(|&id| {
-            let text = model.codec.tokenizer().id_to_token(id)?;
+        Ok(model)
+    }
+
+    /// The end token, and its text, that closes an assistant turn in a template.
+    fn closing_token(&self, template: &ProbedTemplate) -> Result<(TokenId, String), ChatErrorKind> {
+        let role = self.options.scaffold.observation_role();
+        let closing = self.text_after_turn(&[message(role, "x")], &template.input)?;
+        let found = self.stop_token_ids.iter().find_map(|&id| {
+            let text = self.codec.tokenizer().id_to_token(id)?;
             closing.starts_with(&text).then_some((id, text))
         });
-        (model.end_of_turn, model.end_of_turn_text) = found.ok_or(ChatErrorKind::Incomplete {
+        found.ok_or(ChatErrorKind::Incomplete {
             file: "generation_config.json",
             problem: "no eos token closes an assistant turn of the chat template; set eos_token_id \
                       to the token that does",
-        })?;
-        Ok(model)
+        })
+    }
+
+    /// The template that renders prompts with this input.
+    pub(crate) fn template_for(&self, input: &TemplateInput) -> &ProbedTemplate {
+        self.template_with(!input.tools.is_none())
+    }
+
+    /// The template of prompts with tools, or of those without.
+    fn template_with(&self, has_tools: bool) -> &ProbedTemplate {
+        self.tool_use.as_ref().filter(|_| has_tools).unwrap_or(&self.plain)
+    }
+
+    /// Whether every template of the run can switch thinking on and off.
+    pub(crate) fn switches_thinking(&self) -> bool {
+        let mut all = std::iter::once(&self.plain).chain(&self.tool_use);
+        all.all(|each| each.template.switches_thinking())
     }
 
     /// The format in which the template shows tool calls; the default format if it is not a known
@@ -297,13 +358,14 @@ impl ChatModel {
     /// Whether the template shows the tools that it is given.
     pub fn shows_tools(&self) -> bool {
         let opening = [message("user", "x")];
-        let shown = |input| self.render_with(&opening, input).ok();
+        let template = &self.template_for(&self.input).template;
+        let shown = |input| template.render_input(&opening, input, true).ok();
         shown(&self.input) != shown(&TemplateInput::new(&[], self.input.thinking))
     }
 
-    /// Parts of messages that prompts show.
-    pub(crate) fn shown_extras(&self) -> ShownExtras {
-        self.shown_extras
+    /// Parts of messages that prompts with tools, or those without, show.
+    pub(crate) fn shown_extras(&self, has_tools: bool) -> ShownExtras {
+        self.template_with(has_tools).shown_extras
     }
 
     /// The token that closes an assistant turn in the template.
@@ -429,7 +491,8 @@ impl ChatModel {
     /// If the template or the tokenizer fails, or the template does not show the turn.
     pub fn assistant(&self, content: &str, calls: &[Action]) -> Result<Vec<TokenId>, ChatError> {
         let run = || {
-            let mut ids = self.encode_inner(&self.assistant_text(content, calls)?)?;
+            let mut ids =
+                self.encode_inner(&self.assistant_text(content, calls, &self.input)?)?;
             ids.push(self.end_of_turn);
             Ok(ids)
         };
@@ -468,25 +531,26 @@ impl ChatModel {
 
     /// Rendered text of an assistant turn. A tool message follows it in the rendering, because some
     /// templates treat the last message of a conversation differently.
-    fn assistant_text(&self, content: &str, calls: &[Action]) -> Result<String, ChatErrorKind> {
+    fn assistant_text(
+        &self,
+        content: &str,
+        calls: &[Action],
+        input: &TemplateInput,
+    ) -> Result<String, ChatErrorKind> {
         let opening = message("user", "x");
-        let before = self.render(std::slice::from_ref(&opening))?;
+        let before = self.render_with(std::slice::from_ref(&opening), input)?;
         let turn = Message {
             role: "assistant".to_owned(),
             content: content.to_owned(),
             tool_calls: calls.to_vec(),
             ..Message::default()
         };
-        let text = self.render(&[opening, turn, message("tool", "x")])?;
+        let text = self.render_with(&[opening, turn, message("tool", "x")], input)?;
         let shown = text.strip_prefix(&before).and_then(|t| t.split_once(&self.end_of_turn_text));
         match shown {
             Some((turn, _)) => Ok(turn.to_owned()),
             None => Err(ChatErrorKind::NotAppendOnly("an assistant turn is not shown".to_owned())),
         }
-    }
-
-    pub(crate) fn render(&self, messages: &[Message]) -> Result<String, ChatErrorKind> {
-        self.render_with(messages, &self.input)
     }
 
     pub(crate) fn render_with(
@@ -495,25 +559,19 @@ impl ChatModel {
         input: &TemplateInput,
     ) -> Result<String, ChatErrorKind> {
         let safe = self.without_control_tokens(messages);
-        let arranged = self.system_messages.arrange(safe);
-        Ok(self.template.render_input(&arranged, input, true)?)
+        let ProbedTemplate { template, system_messages, .. } = self.template_for(input);
+        Ok(template.render_input(&system_messages.arrange(safe), input, true)?)
     }
 
-    /// The input for an agent's tools, and for what its prompts ask for.
+    /// The input for an agent's tools, and for what its prompts ask for. Control tokens in tools are
+    /// broken: a description could otherwise inject turns, like a message.
     pub(crate) fn input_of(
         &self,
         tools: &[serde_json::Value],
         thinking: Option<bool>,
     ) -> TemplateInput {
-        TemplateInput::new(&self.safe_tools(tools), thinking)
-    }
-
-    /// Tools without control tokens: a description could otherwise inject turns, like a message.
-    fn safe_tools(&self, tools: &[serde_json::Value]) -> Vec<serde_json::Value> {
-        tools
-            .iter()
-            .map(|tool| with_strings(tool, &|text| self.break_control_texts(text)))
-            .collect()
+        let safe = |tool| with_strings(tool, &|text| self.break_control_texts(text));
+        TemplateInput::new(&tools.iter().map(safe).collect::<Vec<_>>(), thinking)
     }
 
     /// The message without control tokens, except in the text of an assistant message, whose caller knows
@@ -548,18 +606,7 @@ impl ChatModel {
 
     /// The text with a space after the first character of each control token.
     pub(crate) fn break_control_texts(&self, text: &str) -> String {
-        let mut out = text.to_owned();
-        if !self.any_control_text.is_match(text) {
-            return out;
-        }
-        for control in &self.control_texts {
-            if out.contains(control.as_str()) {
-                let mut broken = control.clone();
-                broken.insert(control.chars().next().map_or(0, char::len_utf8), ' ');
-                out = out.replace(control.as_str(), &broken);
-            }
-        }
-        out
+        broken_control_texts(text, &self.any_control_text, &self.control_texts)
     }
 
     /// The messages as [`ChatModel::prompt`] shows them: without control tokens of this model, except
@@ -575,6 +622,23 @@ impl ChatModel {
     pub(crate) fn error(&self, kind: ChatErrorKind) -> ChatError {
         ChatError { folder: self.folder.clone(), kind }
     }
+}
+
+/// `text` with a space after the first character of each of the control tokens `all`, for which `any`
+/// searches.
+fn broken_control_texts(text: &str, any: &AhoCorasick, all: &[String]) -> String {
+    let mut out = text.to_owned();
+    if !any.is_match(text) {
+        return out;
+    }
+    for control in all {
+        if out.contains(control.as_str()) {
+            let mut broken = control.clone();
+            broken.insert(control.chars().next().map_or(0, char::len_utf8), ' ');
+            out = out.replace(control.as_str(), &broken);
+        }
+    }
+    out
 }
 
 /// Whether an added token is markup like `<think>`, and not a word or a run of spaces.

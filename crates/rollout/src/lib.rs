@@ -20,6 +20,7 @@ mod conversation;
 mod dialogue;
 mod editor;
 mod expert;
+mod failure;
 mod grading;
 mod harbor;
 mod line;

@@ -577,7 +577,7 @@ impl Line {
 
     /// Leaves tokens out of the next prompt where the chat template drops the thinking of the last turn.
     pub(crate) fn fork_last_turn(&mut self, chat: &ChatModel) {
-        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), chat.input.thinking);
+        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), &chat.input);
         self.buffer.fork_last_turn(header, thinking);
         if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
             rows.fork(fork.at);

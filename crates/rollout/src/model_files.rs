@@ -3,6 +3,7 @@
 use crate::chat::ChatErrorKind;
 use camino::Utf8Path;
 use orchestrate_types::TokenId;
+use serde::Deserialize;
 use serde_json::{Map, Value};
 use std::collections::BTreeMap;
 use std::io;
@@ -10,6 +11,16 @@ use std::io;
 pub(crate) const TOKENIZER_CONFIG: &str = "tokenizer_config.json";
 const GENERATION_CONFIG: &str = "generation_config.json";
 const SPECIAL_TOKENS_MAP: &str = "special_tokens_map.json";
+
+/// A folder of templates with names.
+const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
+
+/// An entry of a list of templates.
+#[derive(Deserialize)]
+struct NamedTemplate {
+    name: String,
+    template: String,
+}
 
 /// The special tokens that templates read by name.
 const SPECIAL_TOKENS: [&str; 7] =
@@ -27,23 +38,58 @@ pub(crate) fn json_file(folder: &Utf8Path, name: &'static str) -> Result<Value, 
     serde_json::from_str(&text).map_err(|e| malformed(name, e))
 }
 
-/// The source of the chat template: `chat_template.jinja`, else the field of the tokenizer's settings.
-pub(crate) fn template_source(folder: &Utf8Path, config: &Value) -> Result<String, ChatErrorKind> {
-    let file = folder.join("chat_template.jinja");
-    if file.is_file() {
-        return Ok(fs_err::read_to_string(file)?);
+/// The sources of a model's chat templates, as `transformers` finds them: the files
+/// `chat_template.jinja` (`default`) and `additional_chat_templates/NAME.jinja`; without any of them, the
+/// field `chat_template` of the tokenizer's settings, which is one template or a list with names.
+#[derive(Debug)]
+pub(crate) struct TemplateSources {
+    default: Option<String>,
+    /// The template for prompts with tools.
+    pub(crate) tool_use: Option<String>,
+}
+
+impl TemplateSources {
+    pub(crate) fn read(folder: &Utf8Path, config: &Value) -> Result<Self, ChatErrorKind> {
+        let read = |name: &str| match fs_err::read_to_string(folder.join(name)) {
+            Ok(source) => Ok(Some(source)),
+            Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(None),
+            Err(error) => Err(error),
+        };
+        let default = read("chat_template.jinja")?;
+        let of_folder = |name: &str| read(&format!("{ADDITIONAL_TEMPLATES}/{name}.jinja"));
+        let default = of_folder("default")?.or(default);
+        let tool_use = of_folder("tool_use")?;
+        if default.is_some() || tool_use.is_some() {
+            return Ok(Self { default, tool_use });
+        }
+        match config.get("chat_template") {
+            None | Some(Value::Null) => Ok(Self { default, tool_use }),
+            Some(Value::String(source)) => Ok(Self { default: Some(source.clone()), tool_use }),
+            Some(list) => {
+                let entries: Vec<NamedTemplate> = Deserialize::deserialize(list)
+                    .map_err(|e| malformed(TOKENIZER_CONFIG, in_field("chat_template", &e)))?;
+                let named = |name: &str| {
+                    let found = entries.iter().rev().find(|entry| entry.name == name);
+                    found.map(|entry| entry.template.clone())
+                };
+                Ok(Self { default: named("default"), tool_use: named("tool_use") })
+            }
+        }
     }
-    let template = config.get("chat_template");
-    let named = || {
-        let list = template?.as_array()?;
-        let default = |entry: &&Value| entry.get("name").is_some_and(|name| name == "default");
-        list.iter().find(default)?.get("template")?.as_str()
-    };
-    let source = template.and_then(|t| t.as_str()).or_else(named);
-    source.map(ToOwned::to_owned).ok_or(ChatErrorKind::Incomplete {
-        file: TOKENIZER_CONFIG,
-        problem: "has no chat_template, and the folder has no chat_template.jinja",
-    })
+
+    /// The source for prompts that have tools, or have none.
+    pub(crate) fn for_prompts(&self, have_tools: bool) -> Result<&str, ChatErrorKind> {
+        let tool_use = self.tool_use.as_deref().filter(|_| have_tools);
+        tool_use.or(self.default.as_deref()).ok_or(ChatErrorKind::Incomplete {
+            file: TOKENIZER_CONFIG,
+            problem: "has no chat_template (of a list: none with the name default), and the folder has \
+                      no chat_template.jinja",
+        })
+    }
+}
+
+fn in_field(field: &str, error: &serde_json::Error) -> io::Error {
+    io::Error::other(format!("{field}: {error}"))
 }
 
 /// The special tokens of a tokenizer by name; `None` for those that it declares not to have. Its settings

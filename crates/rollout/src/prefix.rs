@@ -36,6 +36,9 @@ pub(crate) enum EarlierThinking {
     Dropped { close: Option<TokenId>, header: usize },
 }
 
+/// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
+pub(crate) type ProbedThinking = Vec<(Option<bool>, Result<EarlierThinking, String>)>;
+
 /// The question of every probe.
 const QUESTION: &str = "probe question";
 
@@ -72,39 +75,45 @@ impl ChatModel {
     /// What prompts ask for, if a request asks for thinking or for none: the run's setting decides, and
     /// a template without a switch cannot be told.
     pub(crate) fn thinking_for(&self, wanted: Option<bool>) -> Option<bool> {
-        self.options.thinking.or(wanted).filter(|_| self.template.switches_thinking())
+        self.options.thinking.or(wanted).filter(|_| self.switches_thinking())
     }
 
-    /// Treatment of earlier thinking in prompts that ask for `thinking`.
+    /// Treatment of earlier thinking in prompts with this input.
     ///
     /// # Errors
     /// If the template rewrites earlier turns in such prompts.
     pub(crate) fn earlier_thinking(
         &self,
-        thinking: Option<bool>,
+        input: &TemplateInput,
     ) -> Result<EarlierThinking, ChatError> {
-        let known = self.thinking.iter().find(|(known, _)| *known == thinking);
+        let probed = &self.template_for(input).thinking;
+        let known = probed.iter().find(|(known, _)| *known == input.thinking);
         let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |(_, earlier)| earlier.clone());
         known.map_err(|problem| self.error(ChatErrorKind::NotAppendOnly(problem)))
     }
 
-    /// Finds out what the template does with earlier thinking if a request switches it on or off.
-    pub(crate) fn add_requested_thinking(&mut self) {
-        if self.options.thinking.is_some() || !self.template.switches_thinking() {
-            return;
+    /// Finds out what the template of this input does with earlier thinking: as the run asks for it, and
+    /// if a request switches it on or off.
+    ///
+    /// # Errors
+    /// If the template rewrites earlier turns in the run's own prompts.
+    pub(crate) fn probe_thinking(
+        &self,
+        input: &TemplateInput,
+    ) -> Result<ProbedThinking, ChatErrorKind> {
+        let mut found = vec![(input.thinking, Ok(self.detect_thinking(input)?))];
+        if self.options.thinking.is_none() && self.switches_thinking() {
+            for switch in [true, false] {
+                let input = TemplateInput { thinking: Some(switch), ..input.clone() };
+                let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
+                found.push((Some(switch), earlier));
+            }
         }
-        for switch in [true, false] {
-            let input = TemplateInput { thinking: Some(switch), ..self.input.clone() };
-            let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
-            self.thinking.push((Some(switch), earlier));
-        }
+        Ok(found)
     }
 
     /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
-    pub(crate) fn detect_thinking(
-        &self,
-        input: &TemplateInput,
-    ) -> Result<EarlierThinking, ChatErrorKind> {
+    fn detect_thinking(&self, input: &TemplateInput) -> Result<EarlierThinking, ChatErrorKind> {
         let opening = [message("system", "probe system"), message("user", QUESTION)];
         let prompt = self.render_with(&opening, input)?;
         // What the prompt writes in place of the model: the start of its thinking, or none.
@@ -120,7 +129,7 @@ impl ChatModel {
             }
             kept?;
         }
-        if is_closed || !self.template.source().contains("think") {
+        if is_closed || !self.template_for(input).template.source().contains("think") {
             return Ok(EarlierThinking::Kept);
         }
         let kept = self.check_turns(&THINKING, false, probe);
@@ -186,14 +195,14 @@ impl ChatModel {
     }
 
     /// How many tokens the next prompt drops before the first token of the last turn, and how many
-    /// from there on. `sampled` are the turn's tokens, and `thinking` is what its prompt asked for.
+    /// from there on. `sampled` are the turn's tokens, and `input` is that of its prompt.
     pub(crate) fn dropped_tokens(
         &self,
         sampled: &[TokenId],
-        thinking: Option<bool>,
+        input: &TemplateInput,
     ) -> (usize, usize) {
         let (Ok(EarlierThinking::Dropped { close, header }), History::Template) =
-            (self.earlier_thinking(thinking), self.options.history)
+            (self.earlier_thinking(input), self.options.history)
         else {
             return (0, 0);
         };

@@ -14,6 +14,7 @@ use crate::chat::ChatModel;
 use crate::collection::{self, CollectedChange, CollectionBaseline};
 use crate::config::RolloutSettings;
 use crate::dialogue::Dialogue;
+use crate::failure::{failed, grading_failed, sandbox_failed};
 use crate::grading::{
     self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
 };
@@ -29,8 +30,7 @@ use crate::tool_server::ToolServers;
 use crate::tree;
 use orchestrate_engine::Engine;
 use orchestrate_sandbox::{
-    FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxErrorKind, SandboxLimits,
-    SandboxProvider, SandboxSpec,
+    FileEntry, Owner, Purpose, Sandbox, SandboxError, SandboxLimits, SandboxProvider, SandboxSpec,
 };
 use orchestrate_tasks::harbor::{HarborRow, seconds};
 use orchestrate_tasks::{Origin, Task};
@@ -318,11 +318,13 @@ impl EpisodeRunner {
                 attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
             }
-            Err(GradeError::Sandbox(error)) if step.verifier.separate.is_none() => {
-                sandbox_failed(Stage::Collect, error)
+            Err(GradeError::NoReward(problem)) => {
+                let problem = format!("Harbor task {}: {problem}", row.name);
+                grading_failed(Stage::Grade, GradeError::NoReward(problem))
             }
-            Err(GradeError::Sandbox(error)) => sandbox_failed(Stage::Grade, error),
-            Err(error) => failed(Stage::Grade, format!("Harbor task {}: {error}", row.name)),
+            // Without a separate verifier the tests run in the agent's sandbox.
+            Err(error) if step.verifier.separate.is_none() => grading_failed(Stage::Collect, error),
+            Err(error) => grading_failed(Stage::Grade, error),
         }
     }
 
@@ -377,16 +379,7 @@ impl EpisodeRunner {
                 attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
             }
-            Err(error @ GradeError::TooLarge { .. }) => {
-                tracing::warn!(%error, "the agent's change is too large to grade");
-                EpisodeEvent::ChangeTooLarge
-            }
-            Err(GradeError::Sandbox(error)) => sandbox_failed(Stage::Grade, error),
-            Err(error @ GradeError::NoReward(_)) => failed(Stage::Grade, error),
-            // The diff was made for this very tree, so only what it contains can be the reason.
-            Err(error @ (GradeError::Patch(_) | GradeError::NotApplied(_))) => {
-                EpisodeEvent::SandboxDamaged { what: error.to_string() }
-            }
+            Err(error) => grading_failed(Stage::Grade, error),
         }
     }
 
@@ -450,29 +443,5 @@ async fn pause(retry: Retry) -> bool {
             tokio::time::sleep(time).await;
             true
         }
-    }
-}
-
-/// The event for a failure of the infrastructure, at `stage`.
-pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> EpisodeEvent {
-    EpisodeEvent::Failed { stage, error: error.to_string() }
-}
-
-/// The event for an error of a sandbox, at a stage after the policy got control of it.
-///
-/// Whatever commands can cause is the attempt's own result, because another attempt would reward it.
-/// That includes every refusal of the supervisor: it can do what it is asked as long as nothing
-/// disturbs it.
-pub(crate) fn sandbox_failed(stage: Stage, error: SandboxError) -> EpisodeEvent {
-    match (&error.kind, stage) {
-        (SandboxErrorKind::TooLarge { .. }, Stage::Collect | Stage::Grade) => {
-            tracing::warn!(%error, "the agent's change is too large to grade");
-            EpisodeEvent::ChangeTooLarge
-        }
-        (SandboxErrorKind::Refused { .. }, Stage::Exec | Stage::Collect) => {
-            EpisodeEvent::SandboxDamaged { what: error.to_string() }
-        }
-        _ if error.is_agents_doing() => EpisodeEvent::SandboxDamaged { what: error.to_string() },
-        _ => failed(stage, error),
     }
 }

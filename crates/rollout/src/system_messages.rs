@@ -27,10 +27,6 @@ pub(crate) struct SystemMessages {
 }
 
 impl SystemMessages {
-    /// Every system message, for templates that have not been probed.
-    pub(crate) const ANY: Self =
-        Self { first: true, several: true, later: true, users_in_a_row: true };
-
     /// What the template allows that `render` renders with. A message is allowed if its text is shown.
     pub(crate) fn of<E>(render: impl Fn(&[Message]) -> Result<String, E>) -> Self {
         let shows = |conversation: &[(&str, &str)]| {

@@ -3,8 +3,8 @@
 
 use camino::Utf8Path;
 use orchestrate_rollout::{
-    Action, ChatError, ChatErrorKind, ChatModel, ChatOptions, Message, opening_messages,
-    train_tokenizer,
+    Action, ChatError, ChatErrorKind, ChatModel, ChatOptions, Message, Scaffold, ToolFormat,
+    opening_messages, train_tokenizer,
 };
 use serde_json::json;
 
@@ -184,4 +184,80 @@ fn the_setting_switches_thinking() {
     assert!(end(&other, Some(false)).unwrap().ends_with(off));
     let error = end(PLAIN, Some(false)).unwrap_err();
     assert!(matches!(error.kind, ChatErrorKind::NoThinkingSwitch), "{error}");
+}
+
+/// [`PLAIN`] with tools and calls as Qwen3-Coder shows them, and one system message only.
+fn for_tools() -> String {
+    let call = r#"'<tool_call>{"name": "' + c.function.name + '", "arguments": ' -}}{{- c.function.arguments | tojson -}}{{- '}</tool_call>'"#;
+    let xml = r"'<tool_call>\n<function=' + c.function.name + '>\n' -}}{%- for k, v in c.function.arguments | items -%}{{- '<parameter=' + k + '>\n' -}}{{- v if v is string else v | tojson -}}{{- '\n</parameter>\n' -}}{%- endfor -%}{{- '</function>\n</tool_call>'";
+    assert!(PLAIN.contains(call));
+    let strict = "{%- for m in messages -%}{%- if m.role == 'system' and not loop.first -%}\
+                  {{- raise_exception('only one system message') -}}{%- endif -%}{%- endfor -%}";
+    format!("{strict}{{{{- tools | tojson -}}}}{}", PLAIN.replace(call, xml))
+}
+
+#[test]
+fn prompts_with_tools_use_the_template_that_a_model_has_for_them() {
+    let tool = json!({"type": "function", "function": {"name": "bash", "parameters": {}}});
+    let with_tools = || ChatOptions { tools: vec![tool.clone()], ..ChatOptions::default() };
+    let list = json!([
+        {"name": "rag", "template": "{{ documents }}"},
+        {"name": "default", "template": PLAIN},
+        {"name": "tool_use", "template": for_tools()},
+    ]);
+    let load = |files: &[(&str, &str)], field: &serde_json::Value, options| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = Utf8Path::from_path(folder.path()).unwrap();
+        let corpus = ["fix the bug", "you are brief"].map(str::to_owned);
+        train_tokenizer(corpus.into_iter().cycle().take(9), 300, PLAIN, path).unwrap();
+        let file = path.join("tokenizer_config.json");
+        let text = fs_err::read_to_string(&file).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config["chat_template"] = field.clone();
+        fs_err::write(&file, config.to_string()).unwrap();
+        fs_err::create_dir(path.join("additional_chat_templates")).unwrap();
+        for (name, source) in files {
+            fs_err::write(path.join(name), source).unwrap();
+        }
+        ChatModel::load_for(path, options)
+    };
+    let source = for_tools();
+    let files = [
+        ("chat_template.jinja", PLAIN),
+        ("additional_chat_templates/tool_use.jinja", source.as_str()),
+        ("additional_chat_templates/rag.jinja", "{{ documents }}"),
+    ];
+    let unused = json!("{{ raise_exception('not this one') }}");
+    let opening =
+        [message("system", "be brief"), message("system", "be kind"), message("user", "fix it")];
+    for (files, field) in [([].as_slice(), &list), (files.as_slice(), &unused)] {
+        let plain = load(files, field, ChatOptions::default()).unwrap();
+        assert_eq!(plain.tool_format(), ToolFormat::Json);
+        let two = prompt(&plain, &opening);
+        assert!(
+            two.starts_with("<|im_start|>system\nbe brief<|im_end|>\n<|im_start|>system"),
+            "{two}"
+        );
+        let model = load(files, field, with_tools()).unwrap();
+        assert_eq!(model.tool_format(), ToolFormat::Xml);
+        assert!(model.shows_tools());
+        let one = prompt(&model, &opening);
+        assert!(one.contains(r#"{"name": "bash""#) && one.contains("be brief\n\nbe kind"), "{one}");
+        // An agent's requests come with and without tools; its calls are those of requests with tools.
+        for scaffold in [Scaffold::Command, Scaffold::Outside] {
+            let options = ChatOptions { scaffold, ..ChatOptions::default() };
+            let agent = load(files, field, options).unwrap();
+            assert_eq!(agent.tool_format(), ToolFormat::Xml);
+            assert_eq!(prompt(&agent, &opening), two);
+        }
+    }
+    // A file comes before the whole list, and a list without `default` serves only runs with tools.
+    let model = load(&[("chat_template.jinja", PLAIN)], &list, with_tools()).unwrap();
+    assert_eq!(model.tool_format(), ToolFormat::Json);
+    let only = json!([{"name": "tool_use", "template": for_tools()}]);
+    load(&[], &only, with_tools()).unwrap();
+    let error = load(&[], &only, ChatOptions::default()).unwrap_err().to_string();
+    assert!(error.contains("none with the name default"), "{error}");
+    let error = load(&[], &json!([{"name": "default"}]), with_tools()).unwrap_err().to_string();
+    assert!(error.contains("tokenizer_config.json: chat_template: missing field"), "{error}");
 }

@@ -16,8 +16,8 @@ mod histories;
 
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
+use crate::failure::{failed, sandbox_failed};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
-use crate::runner::{failed, sandbox_failed};
 use config::SCRIPT_START;
 pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
 use orchestrate_gateway::{GatewayOptions, router};

@@ -138,9 +138,10 @@ impl ConversationSampler {
             }
             _ => &[],
         };
+        let extras = self.conversation.chat().shown_extras(!offered.is_empty());
         Arc::new(Ask {
             past: Past::Messages {
-                said: history(&request.messages, self.conversation.chat().shown_extras()),
+                said: history(&request.messages, extras),
                 tools: self.schemas(offered),
                 thinking: self.conversation.chat().thinking_for(request.thinking),
             },

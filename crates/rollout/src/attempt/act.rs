@@ -3,8 +3,8 @@
 use super::{Attempt, millis};
 use crate::api::{Action, Message};
 use crate::chat::message;
+use crate::failure::{failed, sandbox_failed};
 use crate::machine::EpisodeEvent;
-use crate::runner::{failed, sandbox_failed};
 use crate::scaffold::{Call, Mistake, ToolLimits, WrittenTurn, truncate_middle};
 use crate::toolbox::{ToolFailure, Toolbox};
 use orchestrate_sandbox::Sandbox;

@@ -9,6 +9,7 @@ use crate::api::Message;
 use crate::chat::ChatError;
 use crate::line::Line;
 use crate::prefix::History;
+use crate::template::TemplateInput;
 use orchestrate_types::TokenId;
 
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
@@ -34,10 +35,10 @@ impl Conversation {
             // Certainly too long, so it is not tokenized.
             return Err(AskError::TooLong { prompt: bytes / BYTES_PER_TOKEN, limit });
         }
-        let new: Vec<Message> = new().map(|said| self.rendered(said)).collect();
+        let new: Vec<Message> = new().map(|said| self.rendered(said, tools)).collect();
         let refused = |error: ChatError| AskError::Refused(error.to_string());
         let chat = &self.calls.chat;
-        chat.earlier_thinking(tools.shown.thinking).map_err(refused)?;
+        chat.earlier_thinking(&tools.shown).map_err(refused)?;
         let (branch, tokens) = match place {
             Place::Root { .. } => {
                 return Ok((0, chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec()));
@@ -77,11 +78,11 @@ impl Conversation {
 
     /// A message as the template shows it. An agent's text cannot hold control tokens, even in replies
     /// that it made up.
-    fn rendered(&self, said: &Said) -> Message {
+    fn rendered(&self, said: &Said, tools: &ToolSet) -> Message {
         let mut message = said.message.clone();
         if message.role == "assistant" {
             message.content = self.calls.chat.break_control_texts(&message.content);
-            if self.calls.chat.shown_extras().reasoning {
+            if self.calls.chat.shown_extras(tools.has_any()).reasoning {
                 message.extra.reasoning.clone_from(&said.reasoning);
             } else if let Some(thinking) = &said.reasoning {
                 let thinking = self.calls.chat.break_control_texts(thinking);
@@ -99,11 +100,10 @@ impl Conversation {
         tools: &ToolSet,
         tail: &[TokenId],
     ) -> (usize, Option<ForkCause>) {
-        let thinking = tools.shown.thinking;
-        let tools = tools.digest;
+        let ToolSet { digest: tools, ref shown, .. } = *tools;
         let number = state.tree.branches.len();
         let (parent, steps, tokens) = match place {
-            Place::Tip { branch } => match self.dropped_thinking(state, branch, number, thinking) {
+            Place::Tip { branch } => match self.dropped_thinking(state, branch, number, shown) {
                 Some(forked) => {
                     state.tree.branches.push(forked);
                     return (number, Some(ForkCause::Thinking));
@@ -150,7 +150,7 @@ impl Conversation {
         state: &State,
         branch: usize,
         number: usize,
-        switch: Option<bool>,
+        input: &TemplateInput,
     ) -> Option<Branch<Line>> {
         let chat = &self.calls.chat;
         if chat.options.history != History::Template {
@@ -159,7 +159,7 @@ impl Conversation {
         let from = state.tree.branches.get(branch).filter(|from| from.tools != IN_TOKENS)?;
         let buffer = &from.line.buffer;
         let turn = buffer.last_turn();
-        let (header, thinking) = chat.dropped_tokens(turn, switch);
+        let (header, thinking) = chat.dropped_tokens(turn, input);
         if header + thinking == 0 {
             return None;
         }

@@ -43,6 +43,11 @@ impl ToolSet {
         }
     }
 
+    /// Whether prompts show tools.
+    pub(super) fn has_any(&self) -> bool {
+        !self.schemas.is_empty()
+    }
+
     /// In place of the tools of a request in tokens.
     pub(super) fn of_tokens() -> Arc<Self> {
         let (schemas, shown) = (Arc::default(), TemplateInput::new(&[], None));

@@ -1,4 +1,5 @@
 use super::*;
+use crate::reply::ReplyParts;
 use orchestrate_sandbox::{ExecResult, Exit};
 use std::time::Duration;
 
@@ -36,6 +37,47 @@ fn calls_inside_thinking_do_not_count() {
     let block = "```bash\nls\n```";
     assert!(parse_one(Scaffold::Mini, &format!("<think>{block}</think>{block}")).is_ok());
     assert!(parse_one(Scaffold::Mini, &format!("<think>{block}</think>")).is_err());
+}
+
+#[test]
+fn scaffolds_and_agents_read_the_same_thinking_and_calls() {
+    let call = |command: &str| {
+        format!(
+            r#"<tool_call>{{"name": "bash", "arguments": {{"command": "{command}"}}}}</tool_call>"#
+        )
+    };
+    let (grep, sed) = ("grep -n '</think>' parser.py", "sed -i 's|</think>|END|' parser.py");
+    let submit = r#"<tool_call>{"name": "submit", "arguments": {}}</tool_call>"#;
+    let two = format!("<think>\nEdit, then submit.\n</think>\n\n{}\n{submit}", call(sed));
+    let unclosed =
+        format!("<think>\nI could call {} but that deletes too much.", call("rm -rf build"));
+    let inline =
+        format!("<think>\nThe tag </think> ends it. Let me look.\n</think>\n\n{}", call("ls"));
+    let content = format!("The parser must strip </think> from the text.\n{}", call("ls"));
+    let prefilled = format!("prefilled thinking with a {} inside\n</think>\ndone", call("id"));
+    for (opens_thinking, text, thinks, expected) in [
+        (false, &call(grep), false, &[grep][..]),
+        (false, &two, true, &[sed, "submit"]),
+        (false, &unclosed, true, &[]),
+        (false, &inline, true, &["ls"]),
+        (false, &content, false, &["ls"]),
+        (true, &prefilled, true, &[]),
+    ] {
+        let turn = WrittenTurn { opens_thinking, ..WrittenTurn::new(ToolFormat::Json, text) };
+        let calls = Scaffold::Tools.parse(turn, &[]);
+        let calls: Vec<Call> = calls.into_iter().filter_map(|call| Some(call.ok()?.1)).collect();
+        let performed = expected.iter().map(|command| match *command {
+            "submit" => Call::Submit,
+            command => Call::Bash { command: command.to_owned() },
+        });
+        assert_eq!(calls, performed.collect::<Vec<_>>(), "{text}");
+        let parts = ReplyParts::parse(ToolFormat::Json, &[], opens_thinking, text);
+        assert_eq!(parts.reasoning.is_some(), thinks, "{text}");
+        let commands = parts.calls.iter();
+        let commands =
+            commands.map(|call| call.arguments["command"].as_str().unwrap_or(&call.name));
+        assert_eq!(commands.collect::<Vec<_>>(), expected, "{text}");
+    }
 }
 
 #[test]

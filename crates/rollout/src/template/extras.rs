@@ -16,8 +16,9 @@ pub(crate) struct ShownExtras {
 }
 
 impl ChatTemplate {
-    /// Which parts of messages the template shows: found out by changing them in a conversation.
-    pub(crate) fn shown_extras(&self) -> ShownExtras {
+    /// Which parts of messages the template shows in prompts with this input: found out by changing them
+    /// in a conversation.
+    pub(crate) fn shown_extras(&self, input: &TemplateInput) -> ShownExtras {
         let call = || Action { name: "probe".to_owned(), arguments: serde_json::json!({}) };
         let shown = |id: &str, user: &str, tool: &str| {
             let named = |name: &str| MessageExtra {
@@ -32,8 +33,7 @@ impl ChatTemplate {
                 Message { tool_calls: vec![call()], extra: reply, ..message("assistant", "") },
                 Message { extra: result, ..message("tool", "x") },
             ];
-            let input = TemplateInput::new(&[], None);
-            self.render_input(&conversation, &input, true).ok()
+            self.render_input(&conversation, input, true).ok()
         };
         // Many templates show the thinking of the last turns, and some only next to calls.
         let thinking = |text: &str, calls: Vec<Action>| {
@@ -41,7 +41,7 @@ impl ChatTemplate {
                 MessageExtra { reasoning: Some(text.to_owned()), ..MessageExtra::default() };
             let turn = Message { tool_calls: calls, extra, ..message("assistant", "y") };
             let conversation = [message("user", "x"), turn, message("tool", "x")];
-            self.render_input(&conversation, &TemplateInput::new(&[], None), true).ok()
+            self.render_input(&conversation, input, true).ok()
         };
         let shows_thinking = |calls: Vec<Action>| {
             let first = thinking("probe0001", calls.clone());
@@ -64,7 +64,8 @@ mod tests {
 
     #[test]
     fn shown_parts_are_found_out_by_rendering() {
-        let shown = |template: &str| ChatTemplate::new(template).unwrap().shown_extras();
+        let input = TemplateInput::new(&[], None);
+        let shown = |template: &str| ChatTemplate::new(template).unwrap().shown_extras(&input);
         let plain = "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}";
         assert_eq!(shown(plain), ShownExtras::default());
         let with = |part: &str| shown(&plain.replace("{{ m.role }}", part));

@@ -26,6 +26,8 @@ pub enum ToolFormat {
     Json,
     /// `<function=NAME>` with a `<parameter=KEY>` for each argument: Qwen3-Coder, Qwen 3.5,
     /// Nemotron 3. Strings are not quoted, so the tool's schema decides which values are strings.
+    /// Names and values are read as they are written, as the parser of Qwen3-Coder in vLLM does: quotes
+    /// around a name belong to it, and so does a carriage return to a value.
     /// Models leave out `<tool_call>` at times; `<function=NAME>` at the beginning of a line begins a
     /// call, too.
     Xml,
@@ -135,7 +137,7 @@ fn probes() -> Vec<Action> {
     ]
 }
 
-fn probe_tool() -> Value {
+pub(crate) fn probe_tool() -> Value {
     let kind = |kind: &str| json!({"type": kind});
     json!({"type": "function", "function": {"name": "probe", "parameters": {
         "type": "object",
@@ -265,6 +267,80 @@ mod tests {
             read(ToolFormat::Xml, "<function=bash>\n<parameter=command>"),
             Err(Unread::Unclosed)
         );
+    }
+
+    #[test]
+    fn replies_of_qwen3_coder_without_its_tags_are_calls_and_prose_is_none() {
+        let untagged = "<function=bash>\n<parameter=command>\nls -la\n</parameter>\n</function>";
+        let no_opener = format!("I will list the files first.\n\n{untagged}\n</tool_call>");
+        for (text, content) in [
+            (no_opener.as_str(), "I will list the files first."),
+            (untagged, ""),
+            (&format!("<tool_call>\n{untagged}\n</tool_call>"), ""),
+        ] {
+            let found = read(ToolFormat::Xml, text).unwrap();
+            assert_eq!((found.content.as_str(), found.calls), (content, vec![bash("ls -la")]));
+        }
+        let prose = "The function is called with <function=bash>, as the documentation says. There is \
+                     nothing to do.";
+        let expected = ReadCalls { content: prose.to_owned(), calls: Vec::new() };
+        assert_eq!(read(ToolFormat::Xml, prose), Ok(expected));
+    }
+
+    #[test]
+    fn quotes_and_carriage_returns_belong_to_names_and_values() {
+        let quoted = call("ls").replace("=bash>", "=\"bash\">");
+        let other = Action { name: "\"bash\"".to_owned(), arguments: json!({"command": "ls"}) };
+        assert_eq!(read(ToolFormat::Xml, &quoted).unwrap().calls, [other]);
+        // Without an opening tag, a name that no tool has is refused.
+        let bare = quoted.strip_prefix("<tool_call>\n").unwrap();
+        let error = read(ToolFormat::Xml, bare).unwrap_err().to_string();
+        assert!(error.contains("no such tool"), "{error}");
+        let quoted = call("ls").replace("=command>", "=\"command\">");
+        let found = read(ToolFormat::Xml, &quoted).unwrap().calls.remove(0);
+        assert_eq!(found.arguments, json!({"\"command\"": "ls"}));
+        let lines = call("ls").replace('\n', "\r\n");
+        assert_eq!(read(ToolFormat::Xml, &lines).unwrap().calls, [bash("\r\nls\r")]);
+    }
+
+    #[test]
+    fn a_schema_that_allows_a_string_keeps_the_text() {
+        let parameters = json!({"type": "object", "properties": {
+            "path": {"type": "string"},
+            "content": {"anyOf": [{"type": "string"}, {"type": "null"}], "default": null},
+            "label": {"oneOf": [{"type": "string", "maxLength": 9}, {"type": "null"}]},
+            "line": {"anyOf": [{"type": "integer"}, {"type": "null"}]},
+            "mode": {"allOf": [{"type": "string"}]},
+            "kind": {"$ref": "#/$defs/Kind"},
+            "fixed": {"const": "5"},
+            "either": {"anyOf": [{"type": "string"}, {"type": "integer"}]}},
+            "$defs": {"Kind": {"type": "string", "enum": ["1", "2"]}}, "required": ["path"]});
+        let tool =
+            json!({"type": "function", "function": {"name": "edit", "parameters": parameters}});
+        let package = "{\"name\": \"x\", \"version\": 1}\n";
+        for (key, text, right) in [
+            ("content", package, json!(package)),
+            ("content", "12", json!("12")),
+            ("content", "true", json!("true")),
+            ("content", "null", Value::Null),
+            ("content", "[1, 2]", json!("[1, 2]")),
+            ("label", "007", json!("007")),
+            ("label", "7", json!("7")),
+            ("line", "12", json!(12)),
+            ("line", "null", Value::Null),
+            ("mode", "1", json!("1")),
+            ("kind", "1", json!("1")),
+            ("fixed", "5", json!("5")),
+            ("either", "12", json!("12")),
+        ] {
+            let text = format!(
+                "<tool_call>\n<function=edit>\n<parameter={key}>\n{text}\n</parameter>\n</function>\n\
+                 </tool_call>"
+            );
+            let tools = std::slice::from_ref(&tool);
+            let found = ToolFormat::Xml.read(&text, tools).unwrap().calls.remove(0);
+            assert_eq!(found.arguments, json!({key: right}), "{text}");
+        }
     }
 
     #[test]

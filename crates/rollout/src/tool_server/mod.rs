@@ -92,6 +92,12 @@ pub enum ToolServerErrorKind {
          a new run"
     )]
     Changed(String),
+    /// The record of its tools cannot be read.
+    #[error(
+        "cannot be compared with the tools that the run began with: their record is damaged ({0}); \
+         restore it, or start a new run"
+    )]
+    Record(String),
     /// It stopped answering during a call.
     #[error("stopped answering during a call of {tool}")]
     Gone {
@@ -195,15 +201,17 @@ impl ToolServers {
         serde_json::to_string(&tools)
     }
 
-    /// Checks that the tools are those of an earlier [`Self::record`]. A record that cannot be read has
-    /// none.
+    /// Checks that the tools are those of an earlier [`Self::record`].
     ///
     /// # Errors
-    /// If a server changed its tools.
+    /// If a server changed its tools, or the record cannot be read.
     pub fn check_recorded(&self, record: &str) -> Result<(), ToolServerError> {
-        let recorded: BTreeMap<String, Vec<ServerTool>> =
-            serde_json::from_str(record).unwrap_or_default();
+        let recorded: serde_json::Result<BTreeMap<String, Vec<ServerTool>>> =
+            serde_json::from_str(record);
         self.servers.iter().try_for_each(|server| {
+            let recorded = recorded
+                .as_ref()
+                .map_err(|error| server.error(ToolServerErrorKind::Record(error.to_string())))?;
             let earlier = recorded.get(&server.settings.name).map_or(&[][..], Vec::as_slice);
             server.check_same(earlier, &server.tools)
         })

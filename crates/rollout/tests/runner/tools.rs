@@ -202,7 +202,10 @@ async fn changed_tools_break_the_attempt_and_fit_no_earlier_record() {
     let now = ToolServers::connect(&plan.tool_servers).await.unwrap();
     let error = now.check_recorded(&record).unwrap_err().to_string();
     assert!(error.contains(changed), "{error}");
-    assert!(now.check_recorded("damaged").is_err());
+    for damaged in ["damaged", "", "{}}", r#"{"toy": [{"name": 1}]}"#, "[]"] {
+        let error = now.check_recorded(damaged).unwrap_err().to_string();
+        assert!(error.contains("their record is damaged"), "{damaged}: {error}");
+    }
 }
 
 async fn refused(servers: Vec<ToolServerSection>) -> String {
