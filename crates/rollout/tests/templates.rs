@@ -99,7 +99,7 @@ fn templates_of_model_families_render_as_in_transformers() {
     for (name, texts) in &expected {
         let source = fs_err::read_to_string(folder.join(format!("{name}.jinja"))).unwrap();
         let template =
-            ChatTemplate::with_variables(&source, &special_tokens(), jiff::Timestamp::UNIX_EPOCH);
+            ChatTemplate::with_variables(&source, &special_tokens(), jiff::Timestamp::now());
         let template = template.map_err(|error| error.to_string());
         let counts = table.entry(name.clone()).or_default();
         for (conversation, theirs) in conversations.iter().zip(texts) {
