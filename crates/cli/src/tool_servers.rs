@@ -3,6 +3,7 @@
 use crate::config::Settings;
 use crate::files::write_whole;
 use crate::output;
+use anyhow::Context as _;
 use camino::Utf8Path;
 use orchestrate_rollout::ToolServers;
 use std::io;
@@ -23,7 +24,7 @@ pub(crate) async fn connect(
     let servers = ToolServers::connect(&settings.rollout.tool_servers).await?;
     let file = folder.join(TOOLS_FILE);
     match fs_err::read_to_string(&file) {
-        Ok(record) => servers.check_recorded(&record)?,
+        Ok(record) => servers.check_recorded(&record).with_context(|| file.to_string())?,
         Err(error) if error.kind() == io::ErrorKind::NotFound => {
             write_whole(&file, &servers.record()?)?;
         }

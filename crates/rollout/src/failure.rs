@@ -18,27 +18,13 @@ pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> EpisodeEven
 /// Whatever commands can cause is the attempt's own result, because another attempt would reward it.
 /// That includes every refusal of the supervisor in the agent's sandbox: it can do what it is asked as
 /// long as nothing disturbs it.
-const fn sandbox_attribution(kind: &SandboxErrorKind, stage: Stage) -> Attribution {
-    match kind {
-        SandboxErrorKind::Damaged { .. } | SandboxErrorKind::TooLarge { .. } => Attribution::Policy,
-        SandboxErrorKind::Refused { .. } => match stage {
-            Stage::Exec | Stage::Collect => Attribution::Policy,
-            Stage::Setup | Stage::Generate | Stage::Grade | Stage::Record => {
-                Attribution::Infrastructure
-            }
-        },
-        SandboxErrorKind::NoDaemon(_)
-        | SandboxErrorKind::ImageMissing(_)
-        | SandboxErrorKind::NotPulled { .. }
-        | SandboxErrorKind::ImageChanged { .. }
-        | SandboxErrorKind::NotRecorded { .. }
-        | SandboxErrorKind::TimedOut { .. }
-        | SandboxErrorKind::Failed { .. }
-        | SandboxErrorKind::DiskFull(_)
-        | SandboxErrorKind::Gone(_)
-        | SandboxErrorKind::Protocol(_)
-        | SandboxErrorKind::NotClean(_)
-        | SandboxErrorKind::SelfTestFailed(_) => Attribution::Infrastructure,
+fn sandbox_attribution(kind: &SandboxErrorKind, stage: Stage) -> Attribution {
+    let is_refused_in_agents_sandbox = matches!(kind, SandboxErrorKind::Refused { .. })
+        && matches!(stage, Stage::Exec | Stage::Collect);
+    if kind.is_agents_doing() || is_refused_in_agents_sandbox {
+        Attribution::Policy
+    } else {
+        Attribution::Infrastructure
     }
 }
 
@@ -58,7 +44,7 @@ pub(crate) fn sandbox_failed(stage: Stage, error: SandboxError) -> EpisodeEvent 
 
 /// Who caused that a change was not graded. `stage` is that of the sandbox in which it was to be graded:
 /// the agent's own one ([`Stage::Collect`]) or another.
-const fn grading_attribution(error: &GradeError, stage: Stage) -> Attribution {
+fn grading_attribution(error: &GradeError, stage: Stage) -> Attribution {
     match error {
         // The diff was made for this very tree, so only what it contains can be the reason.
         GradeError::Patch(_) | GradeError::NotApplied(_) | GradeError::TooLarge { .. } => {
@@ -175,9 +161,9 @@ mod tests {
                 whose
             });
             assert_eq!(sandbox_attribution(&kind, Stage::Exec), agent, "{name}");
-            let error = SandboxError { sandbox: "s".to_owned(), kind };
-            // What the sandbox itself knows to be the agent's doing is so at every stage.
-            assert_eq!(error.is_agents_doing(), grader == Attribution::Policy, "{name}");
+            let is_policys = matches!(name.as_str(), "Damaged" | "TooLarge");
+            assert_eq!(is_policys, grader == Attribution::Policy, "{name}");
+            assert_eq!(is_policys || name == "Refused", agent == Attribution::Policy, "{name}");
             let row = format!("| `{name}` | {} | {} |", agent.name(), grader.name());
             assert!(page.contains(&row), "docs/src/outcomes.md lacks {row}");
         }

@@ -138,29 +138,36 @@ impl Error for SandboxError {
     }
 }
 
-impl SandboxError {
+impl SandboxErrorKind {
     /// Whether the commands in the sandbox caused this error.
     ///
     /// Such an error is part of the attempt's result: repeating the attempt because of it would
-    /// reward breaking the sandbox with a second try. [`SandboxErrorKind::Refused`] is not counted,
+    /// reward breaking the sandbox with a second try. [`Self::Refused`] is not counted,
     /// because only the caller knows whether its request or the state of the sandbox was at fault.
     pub fn is_agents_doing(&self) -> bool {
-        match &self.kind {
-            SandboxErrorKind::Damaged { .. } | SandboxErrorKind::TooLarge { .. } => true,
-            SandboxErrorKind::NoDaemon(_)
-            | SandboxErrorKind::ImageMissing(_)
-            | SandboxErrorKind::NotPulled { .. }
-            | SandboxErrorKind::ImageChanged { .. }
-            | SandboxErrorKind::NotRecorded { .. }
-            | SandboxErrorKind::TimedOut { .. }
-            | SandboxErrorKind::Refused { .. }
-            | SandboxErrorKind::Failed { .. }
-            | SandboxErrorKind::DiskFull(_)
-            | SandboxErrorKind::Gone(_)
-            | SandboxErrorKind::Protocol(_)
-            | SandboxErrorKind::NotClean(_)
-            | SandboxErrorKind::SelfTestFailed(_) => false,
+        match self {
+            Self::Damaged { .. } | Self::TooLarge { .. } => true,
+            Self::NoDaemon(_)
+            | Self::ImageMissing(_)
+            | Self::NotPulled { .. }
+            | Self::ImageChanged { .. }
+            | Self::NotRecorded { .. }
+            | Self::TimedOut { .. }
+            | Self::Refused { .. }
+            | Self::Failed { .. }
+            | Self::DiskFull(_)
+            | Self::Gone(_)
+            | Self::Protocol(_)
+            | Self::NotClean(_)
+            | Self::SelfTestFailed(_) => false,
         }
+    }
+}
+
+impl SandboxError {
+    /// See [`SandboxErrorKind::is_agents_doing`].
+    pub fn is_agents_doing(&self) -> bool {
+        self.kind.is_agents_doing()
     }
 
     /// Whether and when the caller may try again, with a *new* sandbox. Never if the sandbox was

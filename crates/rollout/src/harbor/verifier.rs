@@ -55,16 +55,14 @@ impl NoReward {
                 | RewardProblem::Link(_)
                 | RewardProblem::Invalid(_)
                 | RewardProblem::Ambiguous,
-            ) if is_separate => Attribution::Environment,
-            Self::Unusable(
-                RewardProblem::Missing
-                | RewardProblem::Empty(_)
-                | RewardProblem::Link(_)
-                | RewardProblem::Invalid(_)
-                | RewardProblem::Ambiguous,
-            )
-            | Self::NotRun(_)
-            | Self::TimedOut(_) => Attribution::Policy,
+            ) => {
+                if is_separate {
+                    Attribution::Environment
+                } else {
+                    Attribution::Policy
+                }
+            }
+            Self::NotRun(_) | Self::TimedOut(_) => Attribution::Policy,
         }
     }
 }
