@@ -10,7 +10,8 @@ ORCHESTRATE_ROOT=$(cd "$(dirname "${BASH_SOURCE[0]}")/../.." && pwd)
 
 _say() { printf 'docker: %s\n' "$*" >&2; }
 
-_docker_answers() { timeout 10 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
+# Without a daemon this fails at once; one under load takes a while.
+_docker_answers() { timeout 60 docker version --format '{{.Server.Version}}' >/dev/null 2>&1; }
 
 # Installs the Debian packages after `--` unless all commands before it are installed.
 _need() {
@@ -35,10 +36,10 @@ _need() {
     { apt-get update >&2 && DEBIAN_FRONTEND=noninteractive apt-get install -y --no-install-recommends "$@" >&2; }
 }
 
-# Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer within 60 s.
+# Starts dockerd, detached from this shell, and waits for it. Fails if it ends or does not answer within three minutes.
 # The daemon outlives its caller, so it keeps none of the caller's open files: with one it would also keep its lock.
 _start_dockerd() {
-  local log=$1 pid i
+  local log=$1 pid i=0 end=$((SECONDS + 180))
   setsid -f bash -c '
     for fd in /proc/$$/fd/*; do
       fd=${fd##*/}
@@ -46,8 +47,9 @@ _start_dockerd() {
     done
     echo $$ >"$1"
     exec dockerd >>"$2" 2>&1 </dev/null' _ "$log.pid" "$log"
-  for ((i = 0; i < 600; i++)); do
+  while [ "$SECONDS" -lt "$end" ]; do
     _docker_answers && return 0
+    i=$((i + 1))
     if [ "$i" -gt 5 ]; then
       pid=$(cat "$log.pid" 2>/dev/null || true)
       [ -n "$pid" ] && ! kill -0 "$pid" 2>/dev/null && return 1
@@ -91,7 +93,7 @@ ensure_docker() {
     systemctl start docker >&2 && _docker_answers && return 0
   fi
   if ! _forget_dead /var/run/docker.pid dockerd; then
-    _say "dockerd (process $(cat /var/run/docker.pid)) is running but does not answer within 10 s; restart it, or end it and run this again"
+    _say "dockerd (process $(cat /var/run/docker.pid)) is running but does not answer within 60 s; restart it, or end it and run this again"
     return 1
   fi
   _forget_dead /var/run/docker/containerd/containerd.pid containerd || true

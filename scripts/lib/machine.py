@@ -34,7 +34,7 @@ PASSING_IMAGE = "orchestrate/test-moving:"
 # What a sandbox may need from its creation to its start, in seconds.
 LONGEST_START = 600
 # How long containers and processes may take to end after the suite, in seconds.
-PATIENCE = 60
+PATIENCE = 180
 
 
 def lines(*command: str) -> list[str]:

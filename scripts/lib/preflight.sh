@@ -41,7 +41,7 @@ _check_crates() {
   fi
   echo "downloading crates" >&2
   log=$(mktemp)
-  if CARGO_NET_RETRY=1 CARGO_HTTP_TIMEOUT=20 cargo fetch --quiet --locked --target "$host" 2>"$log"; then
+  if CARGO_NET_RETRY=3 CARGO_HTTP_TIMEOUT=60 cargo fetch --quiet --locked --target "$host" 2>"$log"; then
     rm -f "$log"
     return 0
   fi
@@ -63,7 +63,7 @@ _check_python_index() {
   "$python_bin" - "${index%/}/pip/" <<'PYTHON' && return 0
 import sys, urllib.error, urllib.request
 try:
-    urllib.request.urlopen(sys.argv[1], timeout=20)
+    urllib.request.urlopen(sys.argv[1], timeout=60)
 except urllib.error.HTTPError:
     pass
 except OSError as error:

@@ -8,6 +8,7 @@ Prints how many values were compared. Exits with 1 at the first difference.
 import json
 import math
 import sys
+import time
 import urllib.parse
 import urllib.request
 from datetime import datetime
@@ -124,6 +125,12 @@ def scraped(url: str, lines: list[dict[str, Any]]) -> int:
         expected.append(("orchestrate_broken_attempts_by_stage_total", stage, total))
     for host in steps[-1][HOSTS]:
         expected.append(("orchestrate_sandbox_host_capacity", host["host"], host["capacity"]))
+    # The server stores what it has scraped a moment after the run has answered.
+    end = time.monotonic() + 120
+    newest = seconds(lines[-1])
+    while not math.isclose(ask("orchestrate_last_line_timestamp_seconds").get("", 0.0), newest, rel_tol=1e-9):
+        assert time.monotonic() < end, "the last values were not stored"
+        time.sleep(0.1)
     for name, label, value in expected:
         is_near(name, label, value)
     return len(expected)

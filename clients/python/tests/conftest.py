@@ -144,7 +144,7 @@ def is_gone(container: str) -> bool:
     return False
 
 
-def wait_for(condition: Callable[[], bool], what: str, timeout: float = 60.0) -> None:
+def wait_for(condition: Callable[[], bool], what: str, timeout: float = 240.0) -> None:
     end = time.monotonic() + timeout
     while not condition():
         assert time.monotonic() < end, f"not within {timeout} s: {what}"
@@ -191,7 +191,7 @@ class Run:
                 stderr=log,
                 env={**os.environ, "NO_COLOR": "1", "GATEWAY_SECRET": "right"},
             )
-        end = time.monotonic() + 120
+        end = time.monotonic() + 240
         while time.monotonic() < end:
             text = self._log.read_bytes()[begin:].decode()
             found = re.search(r"workers take episodes at (https?://[\d.]+:\d+)", text)
@@ -213,7 +213,7 @@ class Run:
     def resume(self, command: str = "run") -> None:
         self._start([command, "--run-dir", str(self.folder), "--resume"])
 
-    def wait(self, timeout: float = 300) -> int:
+    def wait(self, timeout: float = 900) -> int:
         return self.process.wait(timeout)
 
     def rows(self, query: str) -> list[tuple[Any, ...]]:
