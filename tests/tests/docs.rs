@@ -205,3 +205,107 @@ fn commands_links_and_anchors_of_a_page_are_parsed() {
     assert!(has_anchor(page, "a-b-c-d"));
     assert!(!has_anchor(page, "z"));
 }
+
+/// The pages that name places in the sources.
+const SOURCE_PAGES: [&str; 2] = ["ARCHITECTURE.md", "CONTRIBUTING.md"];
+
+/// Code spans of a page, outside fenced blocks.
+fn code_spans(page: &str) -> Vec<String> {
+    let fences = page.split("\n```").step_by(2);
+    fences.flat_map(|text| text.split('`').skip(1).step_by(2)).map(str::to_owned).collect()
+}
+
+/// Every tracked or new file of the project, from its root.
+fn files() -> Vec<String> {
+    let listed = Command::new("git")
+        .args(["ls-files", "-co", "--exclude-standard"])
+        .current_dir(orchestrate_e2e::root())
+        .output()
+        .unwrap();
+    String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
+}
+
+/// `Type::function` of every function in a block `impl` of this source, whose ends are at the start of a line.
+fn methods(source: &str) -> Vec<String> {
+    let mut methods = Vec::new();
+    let mut current = "";
+    for line in source.lines() {
+        if line.starts_with("impl") {
+            let head = line.split(" where").next().unwrap().trim_end_matches([' ', '{']);
+            let subject = head.rsplit(" for ").next().unwrap().rsplit(' ').next().unwrap();
+            current = subject.split('<').next().unwrap();
+        } else if let Some((before, after)) = line.split_once("fn ")
+            && before.chars().all(|c| c.is_ascii_lowercase() || " ()".contains(c))
+        {
+            let name: String =
+                after.chars().take_while(|c| c.is_alphanumeric() || *c == '_').collect();
+            methods.push(format!("{current}::{name}"));
+        }
+    }
+    methods
+}
+
+/// Whether a path of the docs, such as `rollout/line.rs` or `fleet/`, names a file or folder of the project: paths of a
+/// crate are shortened there.
+fn names_a_place(wanted: &str, files: &[String]) -> bool {
+    let wanted = wanted.trim_end_matches('/');
+    files.iter().any(|file| {
+        let short = file.trim_start_matches("crates/").replacen("/src/", "/", 1);
+        [file.as_str(), &short].iter().any(|path| {
+            let path = format!("/{path}/");
+            path.contains(&format!("/{wanted}/"))
+        })
+    })
+}
+
+#[test]
+fn every_function_and_path_in_the_pages_about_the_sources_exists() {
+    let root = orchestrate_e2e::root();
+    let files = files();
+    let methods: std::collections::HashSet<String> = files
+        .iter()
+        .filter(|file| file.ends_with(".rs"))
+        .flat_map(|file| methods(&std::fs::read_to_string(root.join(file)).unwrap_or_default()))
+        .collect();
+    let mut wrong = Vec::new();
+    for page in SOURCE_PAGES {
+        let text = std::fs::read_to_string(root.join(page)).unwrap();
+        let mut seen = (0, 0);
+        for span in code_spans(&text) {
+            let is_path = |c: char| c.is_ascii_alphanumeric() || "/._-".contains(c);
+            if let Some((_, function)) = span.split_once("::")
+                && function.chars().all(|c| c.is_ascii_lowercase() || c == '_')
+            {
+                seen.0 += 1;
+                if !methods.contains(&span) {
+                    wrong.push(format!("{page}: no function `{span}`"));
+                }
+            } else if !span.starts_with(['/', '.', '-'])
+                && span.chars().all(is_path)
+                && (span.ends_with(".rs") || span.contains('/'))
+            {
+                seen.1 += 1;
+                if !names_a_place(&span, &files) {
+                    wrong.push(format!("{page}: no file or folder `{span}`"));
+                }
+            }
+        }
+        assert!(seen.0 > 0 && seen.1 > 5, "{page}: {seen:?}");
+    }
+    assert!(wrong.is_empty(), "{}", wrong.join("\n"));
+}
+
+#[test]
+fn functions_and_paths_of_sources_are_found() {
+    let source = "impl<'a> Display for Line<'a> {\n    pub(crate) async fn open(&self) {}\n}\nimpl Store {\n    fn a() {}\n}\n";
+    assert_eq!(methods(source), ["Line::open", "Store::a"]);
+    let files = ["crates/rollout/src/agent/run.rs".to_owned(), "fuzz/Cargo.lock".to_owned()];
+    for place in
+        ["rollout/agent/run.rs", "agent/", "run.rs", "rollout", "fuzz/", "crates/rollout/src"]
+    {
+        assert!(names_a_place(place, &files), "{place}");
+    }
+    assert!(!names_a_place("un.rs", &files) && !names_a_place("rollout/run.rs", &files));
+    let page = "a `x::y` b\n```\n`no`\n```\n`z`";
+    assert_eq!(code_spans(page), ["x::y", "z"]);
+}

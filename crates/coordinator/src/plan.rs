@@ -27,8 +27,7 @@ pub struct SamplingPlan {
 impl From<&RolloutSettings> for SamplingPlan {
     fn from(rollout: &RolloutSettings) -> Self {
         Self {
-            // Member numbers are 16 bits wide in every id.
-            group_size: u16::try_from(rollout.group_size).unwrap_or(u16::MAX),
+            group_size: rollout.group_size,
             groups_per_step: rollout.groups_per_step,
             max_groups_per_step: rollout.max_groups_per_step,
             max_in_flight: rollout.max_in_flight,

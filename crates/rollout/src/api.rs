@@ -23,8 +23,8 @@ pub struct EpisodeRequest {
     pub task: Arc<Task>,
     /// Policy version of the engine when the attempt starts.
     pub policy_version: PolicyVersion,
-    /// Seed of every random choice in the episode. It depends on the run's seed and the episode but
-    /// not on the attempt, so that a retry samples the same.
+    /// Seed of every random choice in the episode: of the run's seed, the episode and the number of its attempts that
+    /// broke before.
     pub seed: u64,
     /// Sampling temperature, > 0; 1.0 samples the policy itself.
     pub temperature: f32,

@@ -20,7 +20,7 @@ settings! {
     [rollout] pub RolloutSection -> RolloutSettings, check: check_together;
 
     /// Episodes per task that are compared for the advantage.
-    group_size: u32 = 8, at_least(1);
+    group_size: u16 = 8, at_least(1);
     /// Groups with a gradient per global step.
     groups_per_step: u32 = 16, at_least(1);
     /// Maximum number of groups that are rolled out per global step when dynamic sampling drops some.
