@@ -160,18 +160,23 @@ impl Scheduler {
                     None => break,
                 }
             }
-            while let Ok(command) = commands.try_recv() {
-                self.handle(command);
-            }
-            self.sweep();
-            self.update_when_due();
-            if !self.paused {
-                self.admit();
-                self.step();
-            }
-            self.publish();
+            self.turn(&mut commands);
         }
         self.abort(&AbortTarget::All);
+        self.publish();
+    }
+
+    /// Processes the commands that have arrived, then runs the model once.
+    fn turn(&mut self, commands: &mut mpsc::Receiver<Command>) {
+        while let Ok(command) = commands.try_recv() {
+            self.handle(command);
+        }
+        self.sweep();
+        self.update_when_due();
+        if !self.paused {
+            self.admit();
+            self.step();
+        }
         self.publish();
     }
 
