@@ -2,11 +2,14 @@ use super::*;
 use crate::checkpoint::{StoredType, save_checkpoint};
 use crate::infer::WeightFormat;
 use crate::infer::model::tests::small_config;
-use crate::{CheckpointError, Weights};
+use crate::{CheckpointError, ModelConfig, Weights};
 use camino::Utf8PathBuf;
 use reqwest::Client;
 use serde_json::Value;
 use std::collections::BTreeSet;
+
+/// Output tokens of a request that still runs when this thread, delayed by others, does what interrupts it.
+const LONG: usize = 60_000;
 
 /// A running engine server; dropping it cancels the server.
 struct TestServer {
@@ -24,10 +27,12 @@ fn folder(root: &tempfile::TempDir, name: &str) -> Utf8PathBuf {
 async fn serve(change: impl FnOnce(&mut EngineOptions)) -> TestServer {
     let root = tempfile::tempdir().unwrap();
     for (name, seed) in [("a", 1), ("b", 2)] {
-        let weights = Weights::random(small_config(2), seed);
+        let config = ModelConfig { max_position_embeddings: 1 << 16, ..small_config(2) };
+        let weights = Weights::random(config, seed);
         save_checkpoint(&folder(&root, name), &weights, StoredType::F32, None).unwrap();
     }
     let mut options = EngineOptions::new(folder(&root, "a"));
+    options.context_length = Some(1024);
     change(&mut options);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let url = format!("http://{}", listener.local_addr().unwrap());
@@ -271,8 +276,8 @@ async fn all_routes_except_health_require_the_key() {
 
 #[tokio::test]
 async fn disconnected_client_aborts_its_request() {
-    let server = serve(|_| {}).await;
-    let mut asked = body(900);
+    let server = serve(|options| options.context_length = None).await;
+    let mut asked = body(LONG);
     asked["stream"] = json!(true);
     let request = server.client.post(format!("{}/generate", server.url)).json(&asked);
     let mut response = request.send().await.unwrap();
@@ -289,9 +294,9 @@ async fn disconnected_client_aborts_its_request() {
 
 #[tokio::test]
 async fn cancelling_answers_running_requests_and_stops() {
-    let server = serve(|_| {}).await;
+    let server = serve(|options| options.context_length = None).await;
     let url = format!("{}/generate", server.url);
-    let mut asked = body(900);
+    let mut asked = body(LONG);
     asked["stream"] = json!(true);
     let request = server.client.post(url).json(&asked);
     let mut response = request.send().await.unwrap();
