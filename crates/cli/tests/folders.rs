@@ -166,6 +166,25 @@ fn a_start_that_fails_or_is_interrupted_leaves_nothing_behind() {
 }
 
 #[test]
+fn a_run_that_was_killed_while_its_journal_was_created_is_resumed() {
+    let (_temp, folder) = configured();
+    let plan = folder.join("runs/first/plan.toml");
+    // A little later each time; the creation takes some milliseconds.
+    for moment in 0..8 {
+        let mut killed = start(&folder, &RUN);
+        let started = Instant::now();
+        while !plan.exists() {
+            assert!(started.elapsed() < PATIENCE, "the run did not start");
+        }
+        std::thread::sleep(Duration::from_millis(4 * moment));
+        killed.0.kill().unwrap();
+        killed.0.wait().unwrap();
+        run_and_stop(&folder, &RESUME, |_| true);
+        std::fs::remove_dir_all(folder.join("runs/first")).unwrap();
+    }
+}
+
+#[test]
 fn settings_that_may_change_are_recorded_and_others_are_refused() {
     let (_temp, folder) = configured();
     run_and_stop(&folder, &RUN, |_| true);

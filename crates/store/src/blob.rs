@@ -88,6 +88,6 @@ impl Blobs {
     }
 }
 
-fn sync_folder(folder: &Utf8Path) -> std::io::Result<()> {
+pub(crate) fn sync_folder(folder: &Utf8Path) -> std::io::Result<()> {
     fs::File::open(folder)?.sync_all()
 }

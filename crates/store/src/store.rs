@@ -1,6 +1,6 @@
 //! Opening a journal for writing.
 
-use crate::blob::Blobs;
+use crate::blob::{Blobs, sync_folder};
 use crate::db::{self, JOURNAL_FILE, Write};
 use crate::error::StoreError;
 #[cfg(feature = "failpoints")]
@@ -11,6 +11,7 @@ use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::RunId;
 use sqlx::sqlite::SqlitePool;
+use std::io::ErrorKind;
 use std::sync::Arc;
 
 /// Values that are fixed when a run is created.
@@ -71,6 +72,8 @@ impl RunHold {
 /// Folders of a run that have entries once it has started. A trainer may write its first checkpoint before
 /// that.
 const RUN_FOLDERS: [&str; 2] = ["batches", "blobs"];
+/// Name of a journal while it is created.
+const UNFINISHED_JOURNAL: &str = "orchestrate.db.new";
 
 /// Checks that `folder` does not hold a run whose journal is gone: a new journal next to its files would
 /// hide that they belong to another run.
@@ -100,22 +103,36 @@ impl Store {
         fs_err::create_dir_all(folder).map_err(|e| StoreError::from_io(folder, e))?;
         let lock = RunLock::take(folder)?;
         let journal = folder.join(JOURNAL_FILE);
-        let pool = db::writer(&journal, true).await?;
-        db::migrate(&pool, &journal).await?;
-        // A creation that was interrupted before this insert can be repeated. After it, the run
-        // exists and the insert fails.
-        let inserted = sqlx::query(sql::INSERT_RUN)
+        if journal.exists() {
+            return Err(StoreError::Exists { journal });
+        }
+        // The journal gets its name once it holds the run: whenever this process is killed, a journal that exists can
+        // be resumed, and without one the creation can be repeated.
+        let unfinished = folder.join(UNFINISHED_JOURNAL);
+        for suffix in ["", "-wal", "-shm"] {
+            let left = Utf8PathBuf::from(format!("{unfinished}{suffix}"));
+            match fs_err::remove_file(&left) {
+                Err(error) if error.kind() != ErrorKind::NotFound => {
+                    return Err(StoreError::from_io(&left, error));
+                }
+                Ok(()) | Err(_) => {}
+            }
+        }
+        let pool = db::writer(&unfinished, true).await?;
+        db::migrate(&pool, &unfinished).await?;
+        sqlx::query(sql::INSERT_RUN)
             .bind(new.run.to_string())
             .bind(&new.plan_digest)
             .bind(orchestrate_types::unix_micros())
             .execute(&pool)
             .await
-            .map_err(|e| StoreError::from_db(&journal, "create", e));
-        match inserted {
-            Ok(_) => {}
-            Err(StoreError::Refused { .. }) => return Err(StoreError::Exists { journal }),
-            Err(e) => return Err(e),
-        }
+            .map_err(|e| StoreError::from_db(&unfinished, "create", e))?;
+        // Merges SQLite's log into the file.
+        pool.close().await;
+        fs_err::rename(&unfinished, &journal)
+            .and_then(|()| sync_folder(folder))
+            .map_err(|e| StoreError::from_io(&journal, e))?;
+        let pool = db::writer(&journal, false).await?;
         Self::begin_epoch(folder, journal, pool, lock).await
     }
 

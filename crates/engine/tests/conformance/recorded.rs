@@ -113,7 +113,7 @@ async fn subject(kind: EngineKind, folder: &str, names: &[&str]) -> Option<Subje
         },
         max_in_flight: 8,
         require_routed_experts: true,
-        sync_timeout: Duration::from_secs(10),
+        sync_timeout: Duration::from_mins(1),
         served_model: None,
         chat: orchestrate_engine::ChatServerOptions::default(),
     };

@@ -107,7 +107,7 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
             shape: shape(),
             max_in_flight: 64,
             require_routed_experts: true,
-            sync_timeout: Duration::from_secs(10),
+            sync_timeout: Duration::from_mins(1),
             served_model: None,
             chat: orchestrate_engine::ChatServerOptions::default(),
         };
@@ -116,8 +116,9 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
     };
     let options = FleetOptions {
         max_in_flight: 64,
-        probe_interval: Duration::from_millis(200),
-        away_timeout: Duration::from_secs(20),
+        // Also the time limit of a probe: three late ones take a live server out of service.
+        probe_interval: Duration::from_secs(2),
+        away_timeout: Duration::from_mins(1),
     };
     Arc::new(Fleet::start(servers.iter().map(worker).collect(), options).unwrap())
 }
@@ -185,7 +186,7 @@ async fn a_killed_server_loses_no_conversation_and_no_row() {
     for session in 0..CONVERSATIONS {
         conversations.spawn(converse(Arc::clone(&fleet), session, turns.clone()));
     }
-    turns.subscribe().wait_for(|turns| *turns >= CONVERSATIONS * TURNS / 2).await.unwrap();
+    turns.subscribe().wait_for(|turns| *turns >= CONVERSATIONS * TURNS / 3).await.unwrap();
     let killed = servers[0].url();
     servers[0].kill();
     let mut moved = 0;

@@ -439,7 +439,7 @@ async fn raw(
     let body = Bytes::from(body);
     let app: Router = Router::new().fallback(move || std::future::ready(body.clone()));
     tasks.spawn(async move { axum::serve(listener, app).await.unwrap() });
-    let request = GenerateRequest { deadline: Duration::from_secs(5), ..request };
+    let request = GenerateRequest { deadline: Duration::from_mins(1), ..request };
     if vllm {
         sample(&Client::<Vllm>::new(options(&url)).unwrap(), request).await.unwrap_err()
     } else {

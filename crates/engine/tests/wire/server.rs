@@ -119,7 +119,7 @@ pub(crate) fn options(url: &str) -> ClientOptions {
         shape: shape(),
         max_in_flight: 8,
         require_routed_experts: true,
-        sync_timeout: Duration::from_secs(10),
+        sync_timeout: Duration::from_mins(1),
         served_model: None,
         chat: orchestrate_engine::ChatServerOptions::default(),
     }
@@ -147,7 +147,7 @@ pub(crate) fn request(
             seed: u64::MAX,
         },
         priority: 3,
-        deadline: Duration::from_secs(10),
+        deadline: Duration::from_mins(1),
         listener: None,
     }
 }

@@ -119,7 +119,7 @@ async fn recorded_server_info_is_parsed() {
         _ => Reply::Now(200, model.clone()),
     })
     .await;
-    let patience = Duration::from_secs(5);
+    let patience = Duration::from_mins(1);
     let (_, info) = SglangClient::connect(options(&url), patience).await.unwrap();
     assert_eq!((info.engine.as_str(), info.model_path.as_str()), ("sglang 0.5.23", "model-a"));
     assert_eq!(info.policy_version, Some(PolicyVersion(0)));

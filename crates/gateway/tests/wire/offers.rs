@@ -121,14 +121,17 @@ async fn an_episode_is_taken_sampled_and_returned_and_the_reply_waits_for_the_jo
 
 #[tokio::test]
 async fn a_worker_without_heartbeats_loses_its_lease_and_its_late_result_is_refused() {
-    let world = World::new(Duration::from_millis(400)).await;
+    // Far longer than a busy machine delays a heartbeat.
+    let lease = Duration::from_secs(5);
+    let world = World::new(lease).await;
     let mut offer = world.offer("t000001.00-a01", LONG);
     let (_, taken) = world.take("a", 0.0).await;
-    for _ in 0..6 {
-        sleep(Duration::from_millis(150)).await;
+    let began = Instant::now();
+    while began.elapsed() < lease + lease / 2 {
         assert_eq!(world.lease(&taken, "heartbeat", &json!({})).await.0, 200);
+        sleep(Duration::from_millis(50)).await;
     }
-    let lost = OfferEnd::Lost { worker: "w".to_owned(), silent: Duration::from_millis(400) };
+    let lost = OfferEnd::Lost { worker: "w".to_owned(), silent: lease };
     assert_eq!(offer.ended().await, lost);
     let late = world.lease(&taken, "finish", &json!({"reward": 1.0})).await;
     assert_eq!(code(&late), (410, "lease_over"));

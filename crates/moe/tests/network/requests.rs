@@ -1,6 +1,8 @@
 //! Requests of strangers: wrong secret, wrong host, another site, slow, oversized, too many.
 
-use crate::server::{Kind, TOKEN, TestServer, received, serve, short_limits, status, with_token};
+use crate::server::{
+    Kind, PATIENCE, TOKEN, TestServer, received, serve, short_limits, status, with_token,
+};
 use orchestrate_moe::http::{HttpLimits, HttpOptions, HttpSetupError};
 use orchestrate_moe::infer::{EngineOptions, EngineServeError, serve_engine};
 use std::time::Duration;
@@ -106,7 +108,9 @@ async fn slow_clients_are_cut_off() {
 
 #[tokio::test(flavor = "multi_thread")]
 async fn connections_over_the_limit_get_503_and_free_places_are_used_again() {
-    let http = HttpOptions { limits: short_limits(), ..HttpOptions::default() };
+    // None is cut off while the limit is reached.
+    let limits = HttpLimits { header_time: Duration::from_hours(1), ..short_limits() };
+    let http = HttpOptions { limits, ..HttpOptions::default() };
     let server = serve(Kind::Trainer, http).await;
     server.request("GET /v1/info", &[], None).await;
     let mut held = Vec::new();
@@ -117,9 +121,13 @@ async fn connections_over_the_limit_get_503_and_free_places_are_used_again() {
     }
     let mut one_more = server.connect().await;
     assert_eq!(status(&received(&mut one_more).await), 503);
-    for mut stream in held {
-        received(&mut stream).await;
-    }
+    drop(held);
+    let freed = async {
+        while server.request("GET /v1/info", &[], None).await.0 == 503 {
+            tokio::time::sleep(Duration::from_millis(20)).await;
+        }
+    };
+    tokio::time::timeout(PATIENCE, freed).await.unwrap();
     assert_eq!(server.request("GET /v1/info", &[], None).await.0, 200);
 }
 

@@ -15,7 +15,7 @@ use tokio_util::sync::{CancellationToken, DropGuard};
 
 pub(crate) const TOKEN: &str = "canary-of-the-server";
 /// Longest time a client waits for the end of a connection.
-const PATIENCE: Duration = Duration::from_mins(1);
+pub(crate) const PATIENCE: Duration = Duration::from_mins(1);
 
 /// A running server and the folder of its model; dropping it stops the server.
 pub(crate) struct TestServer {
