@@ -225,6 +225,10 @@ fn files() -> Vec<String> {
     String::from_utf8(listed.stdout).unwrap().lines().map(str::to_owned).collect()
 }
 
+fn is_rust(path: &str) -> bool {
+    Path::new(path).extension().is_some_and(|extension| extension == "rs")
+}
+
 /// `Type::function` of every function in a block `impl` of this source, whose ends are at the start of a line.
 fn methods(source: &str) -> Vec<String> {
     let mut methods = Vec::new();
@@ -264,7 +268,7 @@ fn every_function_and_path_in_the_pages_about_the_sources_exists() {
     let files = files();
     let methods: std::collections::HashSet<String> = files
         .iter()
-        .filter(|file| file.ends_with(".rs"))
+        .filter(|file| is_rust(file))
         .flat_map(|file| methods(&std::fs::read_to_string(root.join(file)).unwrap_or_default()))
         .collect();
     let mut wrong = Vec::new();
@@ -282,7 +286,7 @@ fn every_function_and_path_in_the_pages_about_the_sources_exists() {
                 }
             } else if !span.starts_with(['/', '.', '-'])
                 && span.chars().all(is_path)
-                && (span.ends_with(".rs") || span.contains('/'))
+                && (is_rust(&span) || span.contains('/'))
             {
                 seen.1 += 1;
                 if !names_a_place(&span, &files) {
