@@ -54,7 +54,7 @@ fn wait_until(what: &str, holds: impl Fn() -> bool) {
     // There is no event to wait for, so this polls.
     let (_sender, receiver) = std::sync::mpsc::channel::<()>();
     while !holds() {
-        assert!(begun.elapsed() < Duration::from_mins(5), "timed out waiting for {what}");
+        assert!(begun.elapsed() < Duration::from_mins(10), "timed out waiting for {what}");
         let _ = receiver.recv_timeout(Duration::from_millis(50));
     }
 }

@@ -11,6 +11,8 @@ use std::time::{Duration, Instant};
 const IMAGE: &str = "orchestrate/micro:latest";
 /// A time long ago, so that the container cannot be in use.
 const EXPIRED: &str = "orchestrate.deadline=1000000000";
+/// More than anything here takes, on a machine under load.
+const LONG: Duration = Duration::from_mins(5);
 
 fn printed(output: &Output) -> String {
     String::from_utf8_lossy(&output.stdout).into_owned()
@@ -126,13 +128,13 @@ fn docker_run_on_two_hosts_survives_the_loss_of_one() {
     // sandboxes.
     while !dir.join("metrics.jsonl").exists() || held() < 4 {
         let runs = child.try_wait().unwrap().is_none();
-        assert!(runs && began.elapsed() < Duration::from_mins(3), "{}", told());
+        assert!(runs && began.elapsed() < LONG, "{}", told());
         pause(Duration::from_millis(50));
     }
     daemon.kill().unwrap();
     let began = Instant::now();
     while !told().contains("out of service") {
-        assert!(began.elapsed() < Duration::from_mins(1), "{}", told());
+        assert!(began.elapsed() < LONG, "{}", told());
         pause(Duration::from_millis(50));
     }
     assert!(daemon.spawn().unwrap() || daemon.spawn().unwrap(), "the daemon did not restart");
@@ -150,7 +152,12 @@ fn docker_run_on_two_hosts_survives_the_loss_of_one() {
     let id: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
     let id = id["run"].as_str().unwrap();
     for host in [None, Some(daemon.host())] {
-        let left = containers(host.as_deref(), Some(&format!("orchestrate.run={id}"))).unwrap();
-        assert_eq!(left, Vec::<String>::new(), "on {host:?}");
+        let left = || containers(host.as_deref(), Some(&format!("orchestrate.run={id}"))).unwrap();
+        // A daemon that came back after the run's end removes what has ended meanwhile.
+        let began = Instant::now();
+        while !left().is_empty() {
+            assert!(began.elapsed() < LONG, "{:?} on {host:?}", left());
+            pause(Duration::from_millis(200));
+        }
     }
 }

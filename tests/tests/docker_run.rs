@@ -331,7 +331,9 @@ fn docker_kills_at_any_moment_lose_and_duplicate_nothing() {
     }
     say(&format!("{interrupted} of {kills} starts were killed before their end"));
     assert!(2 * interrupted > kills, "most starts ended before their kill: the run is too short");
-    let report = finished(&mut start(&run_dir, &["--resume"]));
+    let begun = run_dir.join("orchestrate.db").exists();
+    let more: &[&str] = if begun { &["--resume"] } else { &first };
+    let report = finished(&mut start(&run_dir, more));
     let count = |key: &str| report[key].as_u64().unwrap();
     assert_eq!(count("steps_applied") + count("steps_skipped"), wanted);
     let lines = steps(&run_dir);

@@ -11,7 +11,7 @@ use std::process::{Child, ChildStderr, Command, Stdio};
 use std::time::{Duration, Instant};
 
 /// More than anything here takes, on a machine under load.
-const LONG: Duration = Duration::from_mins(4);
+const LONG: Duration = Duration::from_mins(8);
 /// Starts that are killed, each after its first new line.
 const KILLS: usize = 3;
 const TOKEN: &str = "token-of-the-scraper";
@@ -122,7 +122,7 @@ fn docker_sinks_of_a_killed_run_hold_exactly_its_lines() {
     let scraped = [
         "sinks.prometheus=127.0.0.1:0",
         "sinks.prometheus_token_env=SCRAPER_TOKEN",
-        "sinks.flush_timeout=4m",
+        "sinks.flush_timeout=8m",
     ];
     let settings = [RUN, &scraped].concat();
     for kill in 1..=KILLS {
@@ -149,7 +149,7 @@ fn docker_sinks_of_a_killed_run_hold_exactly_its_lines() {
     assert_eq!(get(address, "/", Some(TOKEN)).0, 404);
     let config = folder.path().join("prometheus.yml");
     let target = format!(
-        "scrape_configs:\n- job_name: run\n  scrape_interval: 1s\n  scrape_timeout: 1s\n  \
+        "scrape_configs:\n- job_name: run\n  scrape_interval: 5s\n  scrape_timeout: 5s\n  \
          authorization: {{credentials: {TOKEN}}}\n  static_configs:\n  - targets: ['{address}']\n"
     );
     std::fs::write(&config, target).unwrap();

@@ -17,7 +17,7 @@ use std::time::Duration;
 use tokio::task::JoinSet;
 use tokio_util::sync::CancellationToken;
 
-const DEADLINE: Duration = Duration::from_mins(1);
+const DEADLINE: Duration = Duration::from_mins(10);
 const LENGTHS: [usize; 4] = [14, 9, 20, 11];
 
 fn config() -> ModelConfig {

@@ -75,6 +75,11 @@ impl Target {
         }
     }
 
+    /// The task of an honest agent, whose tests may be slow next to attackers.
+    pub(crate) fn honest(&self) -> Task {
+        Task { test_timeout: Duration::from_mins(5), ..self.task.clone() }
+    }
+
     /// A target that needs no Docker, to read the data with.
     pub(crate) fn example() -> Self {
         Self::micro()

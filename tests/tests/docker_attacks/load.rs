@@ -56,7 +56,8 @@ async fn docker_hostile_episodes_neither_exhaust_memory_nor_delay_others() {
     }
     let world = World::with_containers(EPISODES + 6).await;
     let Some(target) = Target::new(Family::Micro, &world).await else { return };
-    let honest = world.episode(&target.task, &target.solution).await;
+    let honest_task = target.honest();
+    let honest = world.episode(&honest_task, &target.solution).await;
     assert_eq!(honest.outcome, Outcome::Scored { reward: 1.0 });
     let done = Arc::new(AtomicBool::new(false));
 
@@ -93,7 +94,7 @@ async fn docker_hostile_episodes_neither_exhaust_memory_nor_delay_others() {
     let neighbours = async {
         let mut outcomes = Vec::new();
         for _ in 0..3 {
-            outcomes.push(world.episode(&target.task, &target.solution).await.outcome);
+            outcomes.push(world.episode(&honest_task, &target.solution).await.outcome);
         }
         outcomes
     };

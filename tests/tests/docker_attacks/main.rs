@@ -107,9 +107,10 @@ async fn no_attack_is_rewarded(family: Family) {
     let new =
         if family.is_pooled() { Some(Listing::of_new(&world, &target.task).await) } else { None };
     // The harness itself can tell a solution from none.
-    let honest = world.episode(&target.task, &target.solution).await;
+    let honest_task = target.honest();
+    let honest = world.episode(&honest_task, &target.solution).await;
     assert_eq!(honest.outcome, Outcome::Scored { reward: 1.0 }, "{:?}", honest.verdict);
-    let idle = world.episode(&target.task, &["true".to_owned()]).await;
+    let idle = world.episode(&honest_task, &["true".to_owned()]).await;
     assert_eq!(idle.outcome, Outcome::Scored { reward: 0.0 }, "{:?}", idle.verdict);
 
     let mut table: BTreeMap<String, Tally> = BTreeMap::new();
@@ -117,7 +118,7 @@ async fn no_attack_is_rewarded(family: Family) {
     for _ in 0..repeats() {
         for wave in attacks.chunks(AT_ONCE) {
             let episodes = wave.iter().map(|attack| world.episode(&target.task, &attack.commands));
-            let neighbour = world.episode(&target.task, &target.solution);
+            let neighbour = world.episode(&honest_task, &target.solution);
             let (reports, neighbour) = tokio::join!(join_all(episodes), neighbour);
             for (attack, report) in wave.iter().zip(reports) {
                 let (outcome, wrong) = judge(attack, &report);

@@ -98,7 +98,7 @@ impl World {
             finish: Finish::Stop,
         });
         let config = RolloutSection {
-            command_timeout: Some(HumanDuration::secs(20)),
+            command_timeout: Some(HumanDuration::secs(60)),
             max_response_tokens: Some(100_000),
             ..RolloutSection::default()
         };

@@ -196,13 +196,17 @@ fn docker_killed_coordinators_leave_no_container() {
             mine().iter().filter(|(_, epoch)| Some(*epoch) == newest).count() >= 8
         });
         // The daemon may still have been creating what the dead coordinator had asked for.
+        let mut living = String::new();
         wait_for("only a living coordinator's containers", || {
             let found = mine();
-            let newest = found.iter().map(|(_, epoch)| *epoch).max();
-            found.iter().all(|(_, epoch)| Some(*epoch) == newest)
+            let Some((newest, id)) = found.iter().map(|(id, epoch)| (*epoch, id.clone())).max()
+            else {
+                return false;
+            };
+            living = id;
+            found.iter().all(|(_, epoch)| *epoch == newest)
         });
-        let id = mine().swap_remove(0).0;
-        run = id;
+        run = living;
         seen.extend(ids(None, &run));
         child.kill().unwrap();
         child.wait().unwrap();

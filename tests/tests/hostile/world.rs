@@ -41,7 +41,7 @@ impl World {
 
     pub(crate) fn config() -> RolloutSection {
         RolloutSection {
-            command_timeout: Some(HumanDuration::secs(20)),
+            command_timeout: Some(HumanDuration::secs(60)),
             max_response_tokens: Some(20_000),
             ..RolloutSection::default()
         }

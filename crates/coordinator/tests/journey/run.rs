@@ -136,7 +136,7 @@ async fn overlap(max_staleness: u32) -> (usize, u64) {
         }
     };
     let both = async { tokio::join!(world.finish(), holding) };
-    let (end, ()) = tokio::time::timeout(Duration::from_mins(1), both).await.unwrap();
+    let (end, ()) = tokio::time::timeout(Duration::from_mins(10), both).await.unwrap();
     assert_eq!(report(&end).steps_applied, 5);
     let (mut open, mut overlapping) = (0, 0);
     for event in world.events.lock().unwrap().iter() {

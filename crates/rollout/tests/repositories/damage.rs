@@ -2,7 +2,7 @@
 
 use crate::{FIX, Task, docker, episode, folder, r2e_task, scored};
 use orchestrate_rollout::{EpisodeReport, RewardSettings, RolloutSection};
-use orchestrate_types::{Limit, Outcome};
+use orchestrate_types::{HumanDuration, Limit, Outcome};
 use std::time::{Duration, Instant};
 
 /// Puts a program in place of git that does `$1` when it makes a diff.
@@ -17,8 +17,10 @@ fn replace_git(action: &str) -> String {
 
 async fn attack(task: &Task, commands: &[&str]) -> EpisodeReport {
     let (_kept, logs) = folder();
-    let (config, reward) = (RolloutSection::default(), RewardSettings::default());
-    episode(task, commands, &config, reward, &logs).await
+    // Commands that write much take long on a slow disk.
+    let command_timeout = Some(HumanDuration::secs(600));
+    let config = RolloutSection { command_timeout, ..RolloutSection::default() };
+    episode(task, commands, &config, RewardSettings::default(), &logs).await
 }
 
 #[tokio::test]

@@ -18,10 +18,14 @@ use std::time::{Duration, Instant};
 const DISK_MIB: u32 = 1400;
 const FILL: &str = "cat /dev/zero > /fill; sleep 15";
 
-/// A correct fix that fails if the disk is full at any time within some seconds.
-const WRITES: &str = "cat > calc.py <<'EOF'\nimport time\n\n\ndef total(items):\n    for _ in range(80):\n        \
-    with open('/var/tmp/probe', 'wb') as probe:\n            probe.write(bytes(1 << 20))\n        \
-    time.sleep(0.05)\n    return sum(items)\nEOF";
+/// A correct fix that fails if the disk is full at any of so many moments, 50 ms after each other.
+fn writes(moments: u32) -> String {
+    format!(
+        "cat > calc.py <<'EOF'\nimport time\n\n\ndef total(items):\n    for _ in range({moments}):\n        \
+         with open('/var/tmp/probe', 'wb') as probe:\n            probe.write(bytes(1 << 20))\n        \
+         time.sleep(0.05)\n    return sum(items)\nEOF"
+    )
+}
 
 async fn provider(daemon: &Daemon) -> Arc<DockerProvider> {
     let raw = SandboxSection {
@@ -66,10 +70,10 @@ async fn fill_while_grading(
     let graders = ["ps", "-q", "--filter", "label=orchestrate.purpose=grader"];
     let began = Instant::now();
     while daemon.docker(&graders).unwrap().stdout.is_empty() {
-        assert!(began.elapsed() < Duration::from_mins(2), "no grader was started");
+        assert!(began.elapsed() < Duration::from_mins(5), "no grader was started");
         tokio::time::sleep(Duration::from_millis(50)).await;
     }
-    let error = filler.exec(&Command::shell(FILL, Duration::from_mins(1))).await.unwrap_err();
+    let error = filler.exec(&Command::shell(FILL, Duration::from_mins(8))).await.unwrap_err();
     assert!(error.to_string().contains("disk is full"), "{error}");
     filler
 }
@@ -95,15 +99,17 @@ async fn docker_full_disk_breaks_attempts_and_gives_no_verdict() {
     // Two programs that use one daemon independently.
     let (ours, theirs) = (provider(&daemon).await, provider(&daemon).await);
 
+    // Longer than it takes to fill the disk.
+    let long = writes(2000);
     let (report, filler) = tokio::join!(
-        attempt(&ours, &task, WRITES, &logs),
+        attempt(&ours, &task, &long, &logs),
         fill_while_grading(&daemon, &theirs, &task)
     );
     broken(&report, Stage::Grade);
 
     filler.close().await.unwrap();
     theirs.shutdown().await.unwrap();
-    let report = attempt(&ours, &task, WRITES, &logs).await;
+    let report = attempt(&ours, &task, &writes(80), &logs).await;
     assert!(scored(&report) > 0.5, "{:?}", report.verdict);
 
     // An agent that fills the disk itself gets no observation and no other attempt, and leaves nothing.

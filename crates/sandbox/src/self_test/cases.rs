@@ -230,7 +230,8 @@ pub(super) const CASES: &[Case] = &[
         name: "paused",
         action: Pause,
         expected: Fails(ErrorClass::TimedOut),
-        deadline_ms: SHORT_DEADLINE_MS + GRACE_MS,
+        // Longer than the daemon needs to pause it.
+        deadline_ms: LONG_DEADLINE_MS + GRACE_MS,
     },
     case("killed", Kill, Fails(ErrorClass::Gone)),
     case("removed", Remove, Fails(ErrorClass::Gone)),

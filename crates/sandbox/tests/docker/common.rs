@@ -8,7 +8,8 @@ use orchestrate_types::{ByteSize, RunId};
 use std::time::Duration;
 
 pub(crate) const IMAGE: &str = "orchestrate/micro:latest";
-pub(crate) const SHORT: Duration = Duration::from_secs(20);
+/// Time limit of a command that takes a moment, on a slow machine under load.
+pub(crate) const SHORT: Duration = Duration::from_mins(1);
 
 /// One provider and one run per test, so that tests do not interfere with each other.
 pub(crate) struct Fixture {

@@ -79,7 +79,7 @@ async fn open_after_recovery(fixture: &Fixture, attempt: u32) -> Box<dyn Sandbox
             Err(error) => error,
         };
         assert!(matches!(error.kind, SandboxErrorKind::DiskFull(_)), "{error}");
-        assert!(start.elapsed() < Duration::from_mins(2), "{error}");
+        assert!(start.elapsed() < Duration::from_mins(5), "{error}");
         tokio::time::sleep(Duration::from_millis(100)).await;
     }
 }
@@ -93,7 +93,7 @@ async fn docker_results_on_a_full_disk_are_rejected() {
     let mut agent = open_writable(&ours, 1).await.unwrap();
     let mut writer = open_writable(&ours, 2).await.unwrap();
     let mut in_memory = ours.provider.open(&ours.spec(true)).await.unwrap();
-    let witness = daemon.docker(&["run", "-d", "--name=witness", IMAGE, "sleep", "300"]).unwrap();
+    let witness = daemon.docker(&["run", "-d", "--name=witness", IMAGE, "sleep", "3000"]).unwrap();
     assert!(witness.status.success(), "{}", orchestrate_e2e::stderr(&witness));
 
     let (start, fill) = (Instant::now(), FILL.replace("15", "600"));
@@ -208,15 +208,22 @@ async fn docker_full_disk_rejects_results_of_other_sandboxes_on_the_host() {
     let fixture = fixture(&daemon).await;
     let mut neighbour = open_writable(&fixture, 1).await.unwrap();
     let name = neighbour.name().to_owned();
-    let (result, ()) = tokio::join!(run(&mut neighbour, "sleep 1; echo fine"), async {
+    let inside = |command: &[&str]| {
+        daemon.docker(&[&["exec", &name], command].concat()).unwrap().status.success()
+    };
+    let waiting = "touch /begun; until [ -e /end ]; do sleep 0.1; done; echo fine";
+    let (result, ()) = tokio::join!(run(&mut neighbour, waiting), async {
         // Paused during the full disk, so that its own checks find enough space before and after.
-        tokio::time::sleep(Duration::from_millis(300)).await;
+        while !inside(&["test", "-e", "/begun"]) {
+            tokio::time::sleep(Duration::from_millis(100)).await;
+        }
         assert!(daemon.docker(&["pause", &name]).unwrap().status.success());
         let mut filler = open_writable(&fixture, 2).await.unwrap();
         own_doing_message(run(&mut filler, FILL).await);
         filler.close().await.unwrap();
         open_after_recovery(&fixture, 3).await.close().await.unwrap();
         assert!(daemon.docker(&["unpause", &name]).unwrap().status.success());
+        assert!(inside(&["touch", "/end"]));
     });
     assert!(disk_full_message(result).contains("another sandbox"));
     neighbour.close().await.unwrap();
@@ -240,7 +247,8 @@ async fn docker_min_free_disk_applies_to_hosts_whose_folders_are_not_visible() {
     let hosts = DockerHosts::connect(&raw.check().unwrap(), ImageHooks::default()).await.unwrap();
     let fixture = fixture(&daemon).await;
     for reusable in [false, true] {
-        let spec = SandboxSpec { deadline: SHORT, ..fixture.spec(reusable) };
+        let deadline = Duration::from_secs(20);
+        let spec = SandboxSpec { deadline, ..fixture.spec(reusable) };
         let error = hosts.open(&spec).await.unwrap_err();
         assert!(error.to_string().contains("sandbox.min_free_disk"), "{error}");
     }
