@@ -308,7 +308,7 @@ async fn lists_have_pages_and_a_token_opens_the_server() {
     let servers = ToolServers::connect(&plan.tool_servers).await.unwrap();
     assert_eq!(servers.names().collect::<Vec<_>>(), ["s__add", "s__remember"]);
     let plan = section(vec![with_token]).check().unwrap();
-    assert_eq!(ToolServers::connect(&plan.tool_servers).await.unwrap().names().count(), 10);
+    assert_eq!(ToolServers::connect(&plan.tool_servers).await.unwrap().names().count(), 12);
     assert!(!format!("{servers:?}").contains("Bearer"));
 }
 
