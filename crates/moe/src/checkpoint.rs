@@ -116,7 +116,7 @@ pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), Check
     if templates.is_dir() {
         let copies = target.join(ADDITIONAL_TEMPLATES);
         fs_err::create_dir(&copies).map_err(|e| CheckpointError::io(&copies, e))?;
-        copy_files(&templates, &copies, |name| name.ends_with(".jinja"))?;
+        copy_files(&templates, &copies, |name| Utf8Path::new(name).extension() == Some("jinja"))?;
     }
     Ok(())
 }

@@ -107,7 +107,7 @@ fn json<S: SectionKeys>(section: &S) -> serde_json::Value {
 fn shown(value: &serde_json::Value) -> String {
     let text = value.as_str().map_or_else(|| value.to_string(), |text| format!("{text:?}"));
     match text.char_indices().nth(SHOWN_CHARS) {
-        Some((end, _)) => format!("{}…", &text[..end]),
+        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
         None => text,
     }
 }

@@ -80,10 +80,12 @@ pub fn whole_zeros(text: &[u8]) -> Cow<'_, [u8]> {
             is_escaped = byte == b'\\' && !is_escaped;
         } else if byte == b'"' {
             is_string = true;
-        } else if is_zero && starts && ends {
-            if let Some(sign) = found.get_or_insert_with(|| text.to_vec()).get_mut(at) {
-                *sign = b' ';
-            }
+        } else if is_zero
+            && starts
+            && ends
+            && let Some(sign) = found.get_or_insert_with(|| text.to_vec()).get_mut(at)
+        {
+            *sign = b' ';
         }
         before = byte;
     }

@@ -420,7 +420,7 @@ async fn a_request_that_the_engine_has_no_context_for_is_not_a_turn() {
     let long = said("user", &"word ".repeat(2000));
     conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
     for _ in 0..3 {
-        let too_long = conversation.sample(&ask(&[long.clone()])).await.unwrap_err();
+        let too_long = conversation.sample(&ask(std::slice::from_ref(&long))).await.unwrap_err();
         assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
     }
     conversation.sample(&ask(&[said("user", "b")])).await.unwrap();
