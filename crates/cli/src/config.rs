@@ -438,7 +438,10 @@ fn refuse_unread<S: SectionKeys>(
 ) {
     let mut found = Problems::new(S::NAME);
     found.refuse_unread(section, keys, why);
-    problems.append(&mut found.into_found());
+    let mut found = found.into_found();
+    // One problem with a key is enough.
+    found.retain(|new| problems.iter().all(|known| known.key != new.key));
+    problems.append(&mut found);
 }
 
 /// Refuses passwords in addresses: addresses are part of the plan, of messages, of metrics and of logs.
