@@ -39,6 +39,8 @@ POSITION_FILE = "trainer.json"
 #: Highest version ever published in the folder, and its lineage. Shows whether an older state was
 #: restored.
 HISTORY_FILE = "lineage.json"
+#: Folder of chat templates with names.
+ADDITIONAL_TEMPLATES = "additional_chat_templates"
 #: Number of applied steps whose results are kept in a checkpoint.
 REMEMBERED_STEPS = 64
 
@@ -165,8 +167,7 @@ class CheckpointStore:
         def prepare() -> None:
             shutil.rmtree(partial, ignore_errors=True)
             partial.mkdir(parents=True)
-            for file in _other_files(base):
-                shutil.copy2(file, partial / file.name)
+            _keep_others(base, partial, shutil.copy2)
 
         self._on_leader(prepare)
         weights, moments = get_state_dict(policy, optimizer)
@@ -234,8 +235,7 @@ class CheckpointStore:
         partial.mkdir()
         for name in sorted({*tensor_files(model).values()}):
             _link_or_copy(model / name, partial / name)
-        for file in _other_files(model):
-            _link_or_copy(file, partial / file.name)
+        _keep_others(model, partial, _link_or_copy)
         _write_json(partial / POSITION_FILE, vars(position))
         _publish(partial, self.folder(0))
         self._write_history(position)
@@ -276,11 +276,22 @@ class CheckpointStore:
         _fsync(self.root)
 
 
+def _keep_others(source: Path, target: Path, keep: Callable[[Path, Path], object]) -> None:
+    """Has ``keep`` put a model's files other than weights from ``source`` into ``target``."""
+    for file in _other_files(source):
+        place = target / file.relative_to(source)
+        place.parent.mkdir(exist_ok=True)
+        keep(file, place)
+
+
 def _other_files(folder: Path) -> list[Path]:
-    """A model's files other than weights: configuration, tokenizer and the like."""
-    files = (path for path in sorted(folder.iterdir()) if path.is_file())
-    weights = (".safetensors", ".bin", ".pt", ".pth", ".gguf", ".state")
-    return [
+    """A model's files other than weights: configuration, tokenizer, chat templates and the like."""
+    files = [path for path in sorted(folder.iterdir()) if path.is_file()]
+    weights = (
+        *(".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".gguf"),
+        *(".h5", ".msgpack", ".onnx", ".npz", ".state"),
+    )
+    others = [
         path
         for path in files
         if path.suffix not in weights
@@ -289,6 +300,7 @@ def _other_files(folder: Path) -> list[Path]:
         and not (path.name == INDEX and folder.name.startswith("v"))
         and not path.name.startswith(".")
     ]
+    return others + sorted((folder / ADDITIONAL_TEMPLATES).glob("*.jinja"))
 
 
 def _link_or_copy(source: Path, target: Path) -> None:

@@ -51,7 +51,7 @@ settings! {
     max_broken_share: f64 = 0.25, between(0.0, 1.0);
 }
 
-fn check_run(_: &RunSection, settings: &RunSettings, problems: &mut Problems) {
+fn check_run(written: &RunSection, settings: &RunSettings, problems: &mut Problems) {
     problems.require(
         settings.eval_every == 0
             || settings.eval_tasks.saturating_add(settings.eval_held_out_families) > 0,
@@ -65,6 +65,9 @@ fn check_run(_: &RunSection, settings: &RunSettings, problems: &mut Problems) {
         settings.eval_samples,
         "must be 1 while run.eval_temperature is 0: greedy samples are all alike",
     );
+    if settings.eval_every == 0 {
+        problems.refuse_unread(written, &["eval_first"], "only applies with run.eval_every");
+    }
 }
 
 impl RunSettings {
@@ -111,13 +114,29 @@ settings! {
 
 const FILE: &str = "must be a task file; leave it out for generated tasks";
 
-fn check_tasks(_: &TasksSection, settings: &TasksSettings, problems: &mut Problems) {
+fn check_tasks(written: &TasksSection, settings: &TasksSettings, problems: &mut Problems) {
     problems.require(
         settings.mix == 0 || settings.file.is_some(),
         "mix",
         settings.mix,
         "must be 0 without tasks.file; tasks.train is the number of generated tasks",
     );
+    let (file, held_out_file) = (settings.file.is_some(), settings.held_out_file.is_some());
+    if (file || held_out_file) && settings.mix == 0 {
+        let why = "only applies to generated tasks: rows of files name their images";
+        problems.refuse_unread(written, &["image"], why);
+    }
+    if held_out_file && !file {
+        problems.refuse_unread(
+            written,
+            &["train"],
+            "only applies with tasks.file, whose rows it counts",
+        );
+    }
+    if file && !held_out_file {
+        let why = "only applies with tasks.held_out_file, whose rows it counts";
+        problems.refuse_unread(written, &["held_out"], why);
+    }
 }
 
 /// What happens to a run whose training collapses.
@@ -176,6 +195,24 @@ mod tests {
         );
         let tasks: TasksSection = toml::from_str("train = 0\nimage = \"\"").unwrap();
         assert_eq!(tasks.check().unwrap_err().len(), 2);
+    }
+
+    #[test]
+    fn keys_that_nothing_reads_are_refused_by_name() {
+        let keys = |found: Result<_, Vec<orchestrate_types::ConfigProblem>>| -> Vec<String> {
+            let problems = found.err().unwrap_or_default();
+            assert!(problems.iter().all(|p| p.remedy.starts_with("only applies ")), "{problems:?}");
+            problems.into_iter().map(|problem| problem.key).collect()
+        };
+        let run = |text| keys(toml::from_str::<RunSection>(text).unwrap().check().map(drop));
+        assert_eq!(run("eval_every = 0\neval_first = false"), ["run.eval_first"]);
+        assert_eq!(run("eval_every = 5\neval_first = false"), [""; 0]);
+        let tasks = |text| keys(toml::from_str::<TasksSection>(text).unwrap().check().map(drop));
+        assert_eq!(tasks("image = \"i\"\ntrain = 5\nheld_out = 6"), [""; 0]);
+        assert_eq!(tasks("file = \"f\"\nimage = \"i\""), ["tasks.image"]);
+        assert_eq!(tasks("file = \"f\"\nmix = 2\nimage = \"i\""), [""; 0]);
+        assert_eq!(tasks("file = \"f\"\ntrain = 5\nheld_out = 6"), ["tasks.held_out"]);
+        assert_eq!(tasks("held_out_file = \"f\"\ntrain = 5\nheld_out = 6"), ["tasks.train"]);
     }
 
     #[test]

@@ -6,8 +6,8 @@ use crate::chat::{ChatServerOptions, TokenLimitField};
 use crate::request::MessagePrompt;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_settings::{
-    Problems, SectionKeys as _, TlsClientFiles, above, at_least, between, not_blank, setting_types,
-    settings, variable_name,
+    Problems, TlsClientFiles, above, at_least, between, not_blank, setting_types, settings,
+    variable_name,
 };
 use orchestrate_types::{ConfigProblem, HumanDuration};
 use std::time::Duration;
@@ -123,30 +123,12 @@ const READ_BY: [(&[&str], &[EngineKind]); 2] = [
     (&["sync_timeout", "require_routed_experts"], &[EngineKind::Sglang, EngineKind::Vllm]),
 ];
 
-/// Refuses keys that the kind does not read, unless they have their default: a resumed run has every key
-/// written out.
 fn refuse_unread(written: &EngineSection, kind: EngineKind, problems: &mut Problems) {
-    let defaults = EngineSection::from_values(&EngineSettings::default());
-    let (written, defaults) = (json(written), json(&defaults));
     for (keys, kinds) in READ_BY.iter().filter(|(_, kinds)| !kinds.contains(&kind)) {
         let kinds: Vec<String> = kinds.iter().map(|kind| format!("\"{kind}\"")).collect();
-        let remedy = format!("only applies with engine.kind = {}; remove it", kinds.join(" or "));
-        for key in *keys {
-            let value = written.get(key).filter(|value| !value.is_null());
-            let Some(value) = value.filter(|value| defaults.get(key) != Some(*value)) else {
-                continue;
-            };
-            if !problems.has(key) {
-                let shown = value.as_str().map_or_else(|| value.to_string(), str::to_owned);
-                problems.refuse(key, shown, remedy.as_str());
-            }
-        }
+        let why = format!("only applies with engine.kind = {}", kinds.join(" or "));
+        problems.refuse_unread(written, keys, &why);
     }
-}
-
-fn json(section: &EngineSection) -> serde_json::Value {
-    // Cannot fail: text, numbers and lists only.
-    serde_json::to_value(section).unwrap_or_default()
 }
 
 fn check_servers(settings: &EngineSettings, problems: &mut Problems) {
@@ -272,6 +254,7 @@ impl EngineSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_settings::SectionKeys as _;
 
     #[test]
     fn tokenizer_is_the_models_unless_it_is_named() {

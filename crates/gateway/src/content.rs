@@ -3,7 +3,7 @@
 
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Tool, ToolChoice};
-use orchestrate_types::{mended_json, rounded_integer};
+use orchestrate_types::{mended_json, rounded_integer, whole_zeros};
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
@@ -30,11 +30,12 @@ pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
 }
 
 fn parse_rounding<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
+    let body = whole_zeros(body);
     // Tracking the path to a field takes most of the time, and only errors need it.
-    if let Ok(parsed) = serde_json::from_slice(body) {
+    if let Ok(parsed) = serde_json::from_slice(&body) {
         return Ok(parsed);
     }
-    let body = mended_json(body);
+    let body = mended_json(&body);
     let mut json = serde_json::Deserializer::from_slice(&body);
     let parsed = serde_path_to_error::deserialize(&mut json).map_err(|error| {
         let field = error.path().to_string();

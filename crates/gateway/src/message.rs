@@ -1,7 +1,7 @@
 //! The internal form of a history, equal for equal histories of every dialect.
 
 use crate::problem::Problem;
-use orchestrate_types::{mended_json, rounded_integer};
+use orchestrate_types::{mended_json, rounded_integer, whole_zeros};
 use serde_json::Value;
 
 /// Who wrote a message.
@@ -90,8 +90,8 @@ pub(crate) fn json_of(text: &str) -> Option<Value> {
     if rounded_integer(text).is_some() {
         return None;
     }
-    let parsed = serde_json::from_str(text);
-    parsed.or_else(|_| serde_json::from_slice(&mended_json(text.as_bytes()))).ok()
+    let text = whole_zeros(text.as_bytes());
+    serde_json::from_slice(&text).or_else(|_| serde_json::from_slice(&mended_json(&text))).ok()
 }
 
 /// Builds a history from dialects whose assistant messages arrive in several items or blocks.

@@ -18,7 +18,7 @@ settings! {
 settings! {
     /// Address of the trainer.
     #[derive(Eq)]
-    [trainer] pub TrainerSection -> TrainerSettings, check: check_tls;
+    [trainer] pub TrainerSection -> TrainerSettings, check: check_together;
 
     /// Base URL of a trainer, e.g. `http://127.0.0.1:7070`.
     url: Option<String> = None => "the embedded trainer",
@@ -46,8 +46,12 @@ fn is_http_url(url: &str) -> bool {
         .is_ok_and(|url| matches!(url.scheme(), "http" | "https") && url.has_host())
 }
 
-fn check_tls(_: &TrainerSection, settings: &TrainerSettings, problems: &mut Problems) {
+fn check_together(written: &TrainerSection, settings: &TrainerSettings, problems: &mut Problems) {
     settings.tls().check(settings.url.as_deref(), problems);
+    if settings.url.is_none() {
+        let keys = ["token_env", "tls_ca", "tls_cert", "tls_key"];
+        problems.refuse_unread(written, &keys, "only applies with trainer.url");
+    }
 }
 
 impl TrainerSettings {
@@ -71,5 +75,29 @@ impl TrainerSettings {
                 format!("the environment variable {name} must hold the trainer's token"),
             )),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn keys_without_an_address_are_refused_by_name() {
+        let section = TrainerSection {
+            token_env: Some("KEY".to_owned()),
+            tls_ca: Some("a".to_owned()),
+            tls_cert: Some("b".to_owned()),
+            tls_key: Some("c".to_owned()),
+            ..TrainerSection::default()
+        };
+        let problems = section.check().unwrap_err();
+        assert!(problems.iter().all(|p| p.remedy.starts_with("only applies with trainer.url")));
+        let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
+        assert_eq!(
+            keys,
+            ["token_env", "tls_ca", "tls_cert", "tls_key"].map(|key| format!("trainer.{key}"))
+        );
+        TrainerSection { url: Some("https://a:1".to_owned()), ..section }.check().unwrap();
     }
 }

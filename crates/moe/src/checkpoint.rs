@@ -11,9 +11,15 @@ use safetensors::{Dtype, SafeTensorError, SafeTensors, View};
 use std::borrow::Cow;
 use std::collections::{BTreeMap, BTreeSet};
 
-/// Tokenizer and generation files that are copied unchanged from checkpoint to checkpoint.
-pub const COMPANION_FILES: [&str; 4] =
-    ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "generation_config.json"];
+/// Folder of chat templates with names.
+const ADDITIONAL_TEMPLATES: &str = "additional_chat_templates";
+
+/// Extensions of files with weights, and of this trainer's state.
+const WEIGHTS: [&str; 11] =
+    ["safetensors", "bin", "pt", "pth", "ckpt", "gguf", "h5", "msgpack", "onnx", "npz", "state"];
+
+/// Files that each checkpoint has of its own.
+const OWN_FILES: [&str; 2] = ["config.json", "trainer.json"];
 
 /// Data type of the values in a safetensors file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -80,8 +86,8 @@ impl Weights {
     }
 }
 
-/// Writes a checkpoint folder atomically. If `companions` is given, the [`COMPANION_FILES`] found
-/// in that folder are copied too.
+/// Writes a checkpoint folder atomically. If `companions` is given, that model's files other than weights are
+/// copied too.
 ///
 /// # Errors
 /// If `target` already exists, or a file cannot be written.
@@ -99,18 +105,46 @@ pub fn save_checkpoint(
     pending.publish()
 }
 
-/// Copies the [`COMPANION_FILES`] that exist in `source` to `target`.
+/// Copies a model's files other than weights from `source` to `target`: every file from which a tokenizer, a
+/// chat template, a processor or settings of generation may be read, whatever its name.
 ///
 /// # Errors
-/// If a file exists but cannot be copied.
+/// If a file cannot be copied.
 pub fn copy_companions(source: &Utf8Path, target: &Utf8Path) -> Result<(), CheckpointError> {
-    for name in COMPANION_FILES {
-        let from = source.join(name);
-        if from.exists() {
-            let bytes = fs_err::read(&from).map_err(|e| CheckpointError::new(&from, e))?;
-            let to = target.join(name);
-            fs_err::write(&to, bytes).map_err(|e| CheckpointError::io(&to, e))?;
+    copy_files(source, target, is_companion)?;
+    let templates = source.join(ADDITIONAL_TEMPLATES);
+    if templates.is_dir() {
+        let copies = target.join(ADDITIONAL_TEMPLATES);
+        fs_err::create_dir(&copies).map_err(|e| CheckpointError::io(&copies, e))?;
+        copy_files(&templates, &copies, |name| Utf8Path::new(name).extension() == Some("jinja"))?;
+    }
+    Ok(())
+}
+
+fn is_companion(name: &str) -> bool {
+    let extension = Utf8Path::new(name).extension().unwrap_or_default();
+    !(name.starts_with('.')
+        || name.ends_with(".index.json")
+        || OWN_FILES.contains(&name)
+        || WEIGHTS.contains(&extension))
+}
+
+/// Copies the files of a folder whose names are `wanted`; other folders in it are left out.
+fn copy_files(
+    source: &Utf8Path,
+    target: &Utf8Path,
+    wanted: impl Fn(&str) -> bool,
+) -> Result<(), CheckpointError> {
+    for entry in source.read_dir_utf8().map_err(|e| CheckpointError::new(source, e))? {
+        let entry = entry.map_err(|e| CheckpointError::new(source, e))?;
+        // Of a link, what it names: a model of a download cache consists of links.
+        if !wanted(entry.file_name()) || !entry.path().is_file() {
+            continue;
         }
+        let bytes =
+            fs_err::read(entry.path()).map_err(|e| CheckpointError::new(entry.path(), e))?;
+        let to = target.join(entry.file_name());
+        fs_err::write(&to, bytes).map_err(|e| CheckpointError::io(&to, e))?;
     }
     Ok(())
 }
@@ -156,11 +190,7 @@ impl PendingFolder {
     /// If syncing or renaming fails. The final path is not created if the rename fails.
     pub fn publish(mut self) -> Result<(), CheckpointError> {
         let fail = |e: std::io::Error| CheckpointError::io(&self.target, e);
-        for entry in fs_err::read_dir(&self.temporary).map_err(fail)? {
-            let path = entry.map_err(fail)?.path();
-            fs_err::File::open(path).and_then(|f| f.sync_all()).map_err(fail)?;
-        }
-        sync_folder(&self.temporary).map_err(fail)?;
+        sync_all(self.temporary.as_std_path()).map_err(fail)?;
         fs_err::rename(&self.temporary, &self.target).map_err(fail)?;
         if let Some(parent) = self.target.parent().filter(|p| !p.as_str().is_empty()) {
             sync_folder(parent).map_err(fail)?;
@@ -177,6 +207,19 @@ impl Drop for PendingFolder {
             drop(fs_err::remove_dir_all(&self.temporary));
         }
     }
+}
+
+/// Syncs a folder with everything in it.
+fn sync_all(folder: &std::path::Path) -> std::io::Result<()> {
+    for entry in fs_err::read_dir(folder)? {
+        let entry = entry?;
+        if entry.file_type()?.is_dir() {
+            sync_all(&entry.path())?;
+        } else {
+            fs_err::File::open(entry.path())?.sync_all()?;
+        }
+    }
+    fs_err::File::open(folder)?.sync_all()
 }
 
 fn sync_folder(path: &Utf8Path) -> std::io::Result<()> {
@@ -345,6 +388,46 @@ mod tests {
         for (name, tensor) in weights.tensors() {
             for (a, b) in tensor.data.iter().zip(rounded.get(name).unwrap()) {
                 assert!((a - b).abs() <= a.abs() / 128.0, "{name}");
+            }
+        }
+    }
+
+    #[test]
+    fn a_checkpoint_keeps_every_file_of_the_model_but_weights_and_state() {
+        let (_guard, root) = scratch();
+        let kept = [
+            "tokenizer.json",
+            "tokenizer_config.json",
+            "special_tokens_map.json",
+            "added_tokens.json",
+            "vocab.json",
+            "merges.txt",
+            "tokenizer.model",
+            "chat_template.jinja",
+            "chat_template.json",
+            "generation_config.json",
+            "preprocessor_config.json",
+            "processor_config.json",
+            "tokenization_own.py",
+            "additional_chat_templates/tool_use.jinja",
+        ];
+        let left = ["pytorch_model.bin", "model.safetensors.index.json", "trainer.json", ".hidden"];
+        let source = root.join("source");
+        fs_err::create_dir_all(source.join(ADDITIONAL_TEMPLATES)).unwrap();
+        for name in kept.iter().chain(&left) {
+            fs_err::write(source.join(name), name).unwrap();
+        }
+        fs_err::create_dir(source.join("figures")).unwrap();
+        let weights = Weights::random(config(), 7);
+        // Each checkpoint copies what the one before it has.
+        for (from, to) in [("source", "v0"), ("v0", "v1")] {
+            save_checkpoint(&root.join(to), &weights, StoredType::F32, Some(&root.join(from)))
+                .unwrap();
+            for name in kept {
+                assert_eq!(fs_err::read_to_string(root.join(to).join(name)).unwrap(), name);
+            }
+            for name in left.iter().chain(&["figures"]) {
+                assert!(!root.join(to).join(name).exists(), "{name}");
             }
         }
     }

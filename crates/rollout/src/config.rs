@@ -36,7 +36,7 @@ settings! {
     max_sequence_tokens: usize = 65_536, at_least(1);
     /// Tokens of one response.
     max_response_tokens: usize = 8192, at_least(1);
-    /// Time for one command of the agent.
+    /// Time for one command of a built-in scaffold.
     command_timeout: HumanDuration = HumanDuration::secs(90), at_least(SHORTEST);
     /// Time for one reply of the engine.
     generate_timeout: HumanDuration = HumanDuration::secs(600), at_least(SHORTEST);
@@ -49,7 +49,7 @@ settings! {
     temperature: f32 = 1.0, above(0.0).at_most(10.0).hint("1.0 samples the policy itself");
     /// Nucleus mass that is kept when a token is sampled.
     top_p: f32 = 1.0, above(0.0).at_most(1.0).hint("1.0 keeps every token");
-    /// Characters of one observation; longer ones lose their middle.
+    /// Characters of one observation of a built-in scaffold; longer ones lose their middle.
     observation_chars: usize = 10_000, at_least(100);
     /// How the policy's text becomes tool calls, and results become messages.
     scaffold: Scaffold = Scaffold::default();
@@ -61,7 +61,8 @@ settings! {
     /// Unset, each request of an agent decides, and else the template's default. Set, the requests of
     /// agents do not decide.
     thinking: Option<bool> = None => "each request decides, else the chat template";
-    /// Text of the system message before the task; `{workdir}` stands for the repository's folder.
+    /// Text of the system message of a built-in scaffold, before the task; `{workdir}` stands for the
+    /// repository's folder.
     system_prompt: Option<String> = None => "the scaffold's own; `tools` has none";
     /// Text of the task's message, with `{problem_statement}` and `{workdir}`.
     task_prompt: Option<String> = None
@@ -71,21 +72,22 @@ settings! {
             "text with `{problem_statement}`",
             "must contain {problem_statement}, where the issue is inserted",
         );
-    /// Whether the chat template is given the JSON schemas of the tools. `false` is for models that
+    /// Whether the chat template is given the JSON schemas of the tools: those of the scaffold `tools`, or of an
+    /// agent's requests. `false` is for models that
     /// were trained on the scaffold and know its tools.
     show_tools: bool = true;
     /// Servers whose tools the policy can call in addition to the built-in ones of the scaffold
     /// `tools`; see `[[rollout.tool_servers]]`.
     tool_servers: Vec<ToolServerSettings> = Vec::new();
-    /// Whether an agent's repository has its history removed, which may contain the solution, and
-    /// holds one commit with the files as given.
+    /// Whether the repository in a sandbox has its history removed, which may contain the solution, and
+    /// holds one commit with the files as given. External workers have an environment of their own.
     hide_history: bool = true;
 }
 
 /// Shortest time limit.
 const SHORTEST: HumanDuration = HumanDuration::millis(100);
 
-fn check_together(_: &RolloutSection, settings: &RolloutSettings, problems: &mut Problems) {
+fn check_together(written: &RolloutSection, settings: &RolloutSettings, problems: &mut Problems) {
     let groups = settings.groups_per_step;
     problems.require(
         settings.max_groups_per_step >= groups,
@@ -93,14 +95,39 @@ fn check_together(_: &RolloutSection, settings: &RolloutSettings, problems: &mut
         settings.max_groups_per_step,
         format!("must be at least groups_per_step, {groups}"),
     );
+    refuse_unread(written, settings.scaffold, problems);
     problems.require(
-        settings.command_timeout <= settings.episode_timeout,
+        !settings.scaffold.performs_calls() || settings.command_timeout <= settings.episode_timeout,
         "command_timeout",
         settings.command_timeout,
         format!("must be at most episode_timeout, \"{}\"", settings.episode_timeout),
     );
     let has_tools = settings.scaffold == Scaffold::Tools;
     tool_server::check_settings(&settings.tool_servers, has_tools, problems);
+}
+
+/// Refuses keys that the scaffold does not read.
+fn refuse_unread(written: &RolloutSection, scaffold: Scaffold, problems: &mut Problems) {
+    let (keys, why): (&[&str], _) = match scaffold {
+        Scaffold::Tools => return,
+        Scaffold::R2eXml | Scaffold::Mini => {
+            (&["show_tools"], "whose prompts describe its tools in place of JSON schemas")
+        }
+        Scaffold::Command => (
+            &["command_timeout", "observation_chars", "system_prompt"],
+            "which runs its own commands and writes its own messages",
+        ),
+        Scaffold::Outside => (
+            &["command_timeout", "observation_chars", "system_prompt", "hide_history"],
+            "whose workers have an environment and messages of their own",
+        ),
+    };
+    let name = scaffold.name();
+    problems.refuse_unread(
+        written,
+        keys,
+        &format!("does not apply with rollout.scaffold = \"{name}\", {why}"),
+    );
 }
 
 impl RolloutSettings {
@@ -150,6 +177,7 @@ impl RolloutSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_settings::SectionKeys as _;
 
     #[test]
     fn an_empty_section_has_every_default() {
@@ -186,12 +214,57 @@ mod tests {
     }
 
     #[test]
+    fn keys_that_the_scaffold_does_not_read_are_refused_by_name() {
+        let all = |scaffold| RolloutSection {
+            scaffold: Some(scaffold),
+            command_timeout: Some(HumanDuration::secs(5)),
+            observation_chars: Some(500),
+            system_prompt: Some("be brief".to_owned()),
+            show_tools: Some(false),
+            hide_history: Some(false),
+            ..RolloutSection::default()
+        };
+        let refused = |section: RolloutSection| -> Vec<String> {
+            let problems = section.check().err().unwrap_or_default();
+            let name = section.scaffold.unwrap().name();
+            let why = format!("does not apply with rollout.scaffold = \"{name}\", wh");
+            assert!(
+                problems.iter().all(|problem| problem.remedy.starts_with(&why)),
+                "{problems:?}"
+            );
+            problems.into_iter().map(|problem| problem.key.replace("rollout.", "")).collect()
+        };
+        let own = ["command_timeout", "observation_chars", "system_prompt"];
+        assert_eq!(refused(all(Scaffold::Tools)), [""; 0]);
+        assert_eq!(refused(all(Scaffold::R2eXml)), ["show_tools"]);
+        assert_eq!(refused(all(Scaffold::Mini)), ["show_tools"]);
+        assert_eq!(refused(all(Scaffold::Command)), own);
+        assert_eq!(refused(all(Scaffold::Outside)), [&own[..], &["hide_history"]].concat());
+        for scaffold in ["tools", "r2e-xml", "mini", "command", "outside"] {
+            let parsed: Scaffold = serde_json::from_value(scaffold.into()).unwrap();
+            assert_eq!(parsed.name(), scaffold);
+            // As a resumed run has it: every key is written out.
+            let section = RolloutSection { scaffold: Some(parsed), ..RolloutSection::default() };
+            let plan = section.check().unwrap();
+            assert_eq!(RolloutSection::from_values(&plan).check(), Ok(plan));
+        }
+        // A default that nothing reads limits nothing.
+        let short = RolloutSection {
+            scaffold: Some(Scaffold::Command),
+            episode_timeout: Some(HumanDuration::secs(60)),
+            ..RolloutSection::default()
+        };
+        short.check().unwrap();
+        assert!(RolloutSection { scaffold: None, ..short }.check().is_err());
+    }
+
+    #[test]
     fn the_sample_prompt_has_the_messages_and_tools_of_each_scaffold() {
         let server_tool = serde_json::json!({"function": {"name": "search"}});
         let sample = |scaffold, show_tools| {
             let section = RolloutSection {
                 scaffold: Some(scaffold),
-                show_tools: Some(show_tools),
+                show_tools: (scaffold == Scaffold::Tools).then_some(show_tools),
                 system_prompt: Some("be brief".to_owned()),
                 task_prompt: Some("mend: {problem_statement}".to_owned()),
                 ..RolloutSection::default()

@@ -4,7 +4,7 @@ use crate::chat::ChatErrorKind;
 use camino::Utf8Path;
 use orchestrate_types::TokenId;
 use serde::Deserialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::io;
 
@@ -106,9 +106,18 @@ pub(crate) fn special_tokens(
             tokens.insert(name.to_owned(), token_text(name, value)?);
         }
     }
-    let extra = config.get("extra_special_tokens").and_then(Value::as_object);
-    for (name, value) in extra.unwrap_or(&Map::new()) {
-        tokens.insert(name.clone(), token_text(name, value)?);
+    match config.get("extra_special_tokens") {
+        // A list has tokens without names, which no template can read.
+        None | Some(Value::Null | Value::Array(_)) => {}
+        Some(Value::Object(extra)) => {
+            for (name, value) in extra {
+                tokens.insert(name.clone(), token_text(name, value)?);
+            }
+        }
+        Some(_) => {
+            let problem = "extra_special_tokens is neither a list nor an object";
+            return Err(malformed(TOKENIZER_CONFIG, io::Error::other(problem)));
+        }
     }
     Ok(tokens)
 }
@@ -193,6 +202,14 @@ mod tests {
                 assert!(error.contains("bos_token is neither a text"), "{value}: {error}");
             }
         }
+        for extra in [json!("<image>"), json!(7), json!(false)] {
+            let config = json!({"extra_special_tokens": extra});
+            let error = special_tokens(path, &config).unwrap_err().to_string();
+            assert!(error.contains("extra_special_tokens is neither"), "{error}");
+        }
+        assert!(
+            special_tokens(path, &json!({"extra_special_tokens": ["<image>"]})).unwrap().is_empty()
+        );
         assert!(end_token_ids(path).unwrap().is_empty());
         let with = |ids: Value| {
             let text = json!({"eos_token_id": ids}).to_string();

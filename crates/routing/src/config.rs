@@ -53,13 +53,16 @@ settings! {
     mixed: MixedRows = MixedRows::default();
 }
 
-fn check_together(_: &RoutingSection, settings: &RoutingSettings, problems: &mut Problems) {
+fn check_together(written: &RoutingSection, settings: &RoutingSettings, problems: &mut Problems) {
     problems.require(
         settings.cache_bytes.0 > 0 || settings.spill_bytes.0 == 0,
         "spill_bytes",
         settings.spill_bytes,
         "must be \"0 B\" without cache_bytes: only rows that were in memory are written to files",
     );
+    if settings.cache_bytes.0 == 0 {
+        problems.refuse_unread(written, &["scope"], "only applies with routing.cache_bytes");
+    }
 }
 
 impl RoutingSettings {
@@ -97,5 +100,17 @@ mod tests {
             ..Default::default()
         };
         assert_eq!(section.check().unwrap_err()[0].key, "routing.spill_bytes");
+    }
+
+    #[test]
+    fn a_scope_without_sharing_is_refused() {
+        let section = RoutingSection {
+            cache_bytes: Some(ByteSize(0)),
+            scope: Some(SharingScope::Fleet),
+            ..Default::default()
+        };
+        let problem = section.check().unwrap_err().remove(0);
+        let text = "routing.scope = \"fleet\": only applies with routing.cache_bytes";
+        assert!(problem.to_string().starts_with(text), "{problem}");
     }
 }

@@ -144,8 +144,19 @@ fn is_registry(name: &str) -> bool {
     is_host && !name.contains("://") && !name.ends_with('/')
 }
 
-fn check_together(_: &SandboxSection, settings: &SandboxSettings, problems: &mut Problems) {
+fn check_together(written: &SandboxSection, settings: &SandboxSettings, problems: &mut Problems) {
     check_hosts(settings, problems);
+    if !settings.reuse {
+        problems.refuse_unread(
+            written,
+            &["reuse_lifetime"],
+            "only applies with sandbox.reuse = true",
+        );
+    }
+    if settings.pull == PullPolicy::Never {
+        let keys = ["mirror", "pull_parallelism", "pull_ahead", "image_cache"];
+        problems.refuse_unread(written, &keys, "only applies with sandbox.pull = \"missing\"");
+    }
     let writable = settings.tmpfs.0.saturating_mul(2).saturating_add(settings.shm.0);
     if !problems.has("tmpfs") && !problems.has("shm") && !problems.has("memory") {
         problems.require(
@@ -231,6 +242,7 @@ impl SandboxSettings {
 mod tests {
     use super::*;
     use crate::host::DockerHostSection;
+    use orchestrate_settings::SectionKeys as _;
 
     #[test]
     fn defaults_have_no_problems() {
@@ -264,6 +276,37 @@ mod tests {
             ]
         );
     }
+
+    #[test]
+    fn keys_that_nothing_reads_are_refused_by_name() {
+        let refused = |section: SandboxSection| -> Vec<String> {
+            let problems = section.check().err().unwrap_or_default();
+            assert!(problems.iter().all(|p| p.remedy.starts_with("only applies with sandbox.")));
+            problems.into_iter().map(|problem| problem.key).collect()
+        };
+        let all = SandboxSection {
+            reuse_lifetime: Some(HumanDuration::secs(60)),
+            mirror: Some("m:5000".into()),
+            pull_parallelism: Some(3),
+            pull_ahead: Some(3),
+            image_cache: Some(ByteSize::mib(1024)),
+            ..SandboxSection::default()
+        };
+        assert_eq!(refused(all.clone()), [""; 0]);
+        let once = SandboxSection { reuse: Some(false), ..all.clone() };
+        assert_eq!(refused(once), ["sandbox.reuse_lifetime"]);
+        let never = SandboxSection { pull: Some(PullPolicy::Never), ..all };
+        assert_eq!(
+            refused(never),
+            ["mirror", "pull_parallelism", "pull_ahead", "image_cache"]
+                .map(|key| format!("sandbox.{key}"))
+        );
+        // Defaults, as a plan has them written out.
+        let defaults =
+            SandboxSettings { reuse: false, pull: PullPolicy::Never, ..SandboxSettings::default() };
+        assert_eq!(refused(SandboxSection::from_values(&defaults)), [""; 0]);
+    }
+
     fn hosts(hosts: Vec<DockerHostSection>) -> SandboxSection {
         SandboxSection { hosts: Some(hosts), max_containers: Some(8), ..Default::default() }
     }

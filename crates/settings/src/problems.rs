@@ -1,7 +1,11 @@
 //! Problems of one section, collected while it is checked.
 
-use orchestrate_types::ConfigProblem;
+use crate::SectionKeys;
+use orchestrate_types::{ConfigProblem, Found};
 use std::fmt::Display;
+
+/// Characters of a value that nothing reads, which may be a whole prompt, in a message.
+const SHOWN_CHARS: usize = 80;
 
 /// Problems found so far in one section. Keys are given relative to the section.
 #[derive(Debug)]
@@ -39,6 +43,35 @@ impl Problems {
         self.found.push(ConfigProblem::missing(format!("{}.{key}", self.section), remedy));
     }
 
+    /// Refuses those of `keys` that `section` sets although nothing reads them, for the reason `why`. A value
+    /// that is the default is accepted: the plan of a run has every key written out.
+    pub fn refuse_unread<S: SectionKeys>(&mut self, section: &S, keys: &[&str], why: &str) {
+        let written = json(section);
+        for key in keys.iter().filter(|key| section.given().contains(key)) {
+            let mut without = section.clone();
+            without.clear(key);
+            let defaults = json(&S::from_values(&without.fill()));
+            let default = defaults.get(key).filter(|value| !value.is_null());
+            let Some(value) = written.get(key).filter(|value| Some(*value) != default) else {
+                continue;
+            };
+            if self.has(key) {
+                continue;
+            }
+            let or_default = match default.map(shown) {
+                Some(default) => format!(", or set its default, {default}"),
+                None => String::new(),
+            };
+            let mut problem = ConfigProblem::new(
+                format!("{}.{key}", self.section),
+                "",
+                format!("{why}; remove it{or_default}"),
+            );
+            problem.found = Found::Unread(shown(value));
+            self.found.push(problem);
+        }
+    }
+
     /// Whether a problem with `key` was recorded.
     pub fn has(&self, key: &str) -> bool {
         let full = format!("{}.{key}", self.section);
@@ -63,5 +96,75 @@ impl Problems {
     /// All problems found.
     pub fn into_found(self) -> Vec<ConfigProblem> {
         self.found
+    }
+}
+
+fn json<S: SectionKeys>(section: &S) -> serde_json::Value {
+    // Cannot fail: text, numbers, lists and tables with names only.
+    serde_json::to_value(section).unwrap_or_default()
+}
+
+fn shown(value: &serde_json::Value) -> String {
+    let text = value.as_str().map_or_else(|| value.to_string(), |text| format!("{text:?}"));
+    match text.char_indices().nth(SHOWN_CHARS) {
+        Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
+        None => text,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::settings;
+
+    settings! {
+        /// A kettle.
+        [kettle] KettleSection -> KettleSettings, check: check_kettle;
+
+        /// Whether the kettle whistles.
+        whistles: bool = true;
+        /// Cups to boil at once.
+        cups: u32 = 2;
+        /// Volume of the whistle.
+        volume: u32 = cups * 10 => "10 for each cup";
+        /// Melody of the whistle.
+        melody: Option<String> = None => "one note";
+    }
+
+    fn check_kettle(written: &KettleSection, settings: &KettleSettings, problems: &mut Problems) {
+        if !settings.whistles {
+            let why = "only applies with kettle.whistles = true";
+            problems.refuse_unread(written, &["volume", "melody"], why);
+        }
+    }
+
+    #[test]
+    fn keys_that_nothing_reads_are_refused_by_name_unless_they_have_their_default() {
+        let section = KettleSection {
+            whistles: Some(false),
+            cups: Some(3),
+            volume: Some(20),
+            melody: Some("la ".repeat(100)),
+        };
+        let texts = |section: &KettleSection| -> Vec<String> {
+            section.check().unwrap_err().iter().map(ToString::to_string).collect()
+        };
+        let start = "la ".repeat(26);
+        assert_eq!(
+            texts(&section),
+            [
+                "kettle.volume = 20: only applies with kettle.whistles = true; remove it, or set its \
+                 default, 30"
+                    .to_owned(),
+                format!(
+                    "kettle.melody = \"{start}l…: only applies with kettle.whistles = true; remove it"
+                ),
+            ]
+        );
+        // The default follows from the other keys, and a plan has it written out.
+        let default = KettleSection { volume: Some(30), melody: None, ..section.clone() };
+        let settings = default.check().unwrap();
+        assert_eq!(KettleSection::from_values(&settings).check(), Ok(settings));
+        KettleSection { whistles: None, ..section }.check().unwrap();
     }
 }

@@ -32,7 +32,7 @@ settings! {
     flush_timeout: HumanDuration = HumanDuration::secs(60), at_least(HumanDuration::secs(1));
 }
 
-fn check_together(_: &SinksSection, settings: &SinksSettings, problems: &mut Problems) {
+fn check_together(written: &SinksSection, settings: &SinksSettings, problems: &mut Problems) {
     let (address, token) = (&settings.prometheus, &settings.prometheus_token_env);
     problems.require(
         token.is_none() || address.is_some(),
@@ -40,6 +40,9 @@ fn check_together(_: &SinksSection, settings: &SinksSettings, problems: &mut Pro
         token.as_deref().unwrap_or("none"),
         "needs sinks.prometheus, the address of the server",
     );
+    if address.is_none() && !settings.has_files() {
+        problems.refuse_unread(written, &["flush_timeout"], "only applies with a sink");
+    }
     let is_open = settings.prometheus_address().is_some_and(|address| !address.ip().is_loopback());
     problems.require(
         token.is_some() || !is_open,
@@ -103,6 +106,13 @@ mod tests {
             assert_eq!(problems.len(), 1, "{problems:?}");
             assert_eq!(problems[0].key, key);
         }
+        let late = |csv| SinksSection {
+            csv: Some(csv),
+            flush_timeout: Some(HumanDuration::secs(5)),
+            ..SinksSection::default()
+        };
+        late(true).check().unwrap();
+        assert_eq!(late(false).check().unwrap_err()[0].key, "sinks.flush_timeout");
         let missing = at("127.0.0.1:0", Some("ORCHESTRATE_NO_SUCH_TOKEN")).check().unwrap();
         assert!(missing.prometheus_token().unwrap_err().to_string().contains("NO_SUCH_TOKEN"));
     }

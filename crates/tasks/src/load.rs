@@ -521,8 +521,9 @@ fn unwrapped(mut value: Value, depth: usize) -> Result<Value, String> {
     if let Some(inner) = nemo_gym::inner(&mut value) {
         return unwrapped(inner?, depth - 1);
     }
-    let inner = parsed(value.get_mut("extra_info").map(Value::take));
-    inner.map_or(Ok(value), |inner| unwrapped(inner, depth - 1))
+    // A column without a row in it stays: it may be a plain row's own.
+    let Some(inner) = parsed(value.get("extra_info").cloned()) else { return Ok(value) };
+    unwrapped(inner, depth - 1)
 }
 
 /// An object as it is, or the JSON value that a text contains.

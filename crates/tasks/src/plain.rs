@@ -39,6 +39,9 @@ impl PlainRow {
         let (id, prompt) = (text("id")?, text("prompt")?);
         let id = TaskId::new(id.as_str())
             .map_err(|error| ColumnProblem::new("id", error).to_string())?;
+        if columns.get("family").is_some_and(|family| !family.is_string() && !family.is_null()) {
+            return Err("column `family` is not text".to_owned());
+        }
         let size = serde_json::to_string(&columns).map_err(|error| error.to_string())?.len();
         if size > ROW_BYTES {
             return Err(format!("has {size} bytes; at most {ROW_BYTES} are allowed"));
@@ -56,7 +59,7 @@ impl PlainRow {
         &self.prompt
     }
 
-    /// The family, for reports: the column `family` if it is text.
+    /// The family, for reports: the column `family` if there is one.
     pub fn family(&self) -> &str {
         self.columns.get("family").and_then(Value::as_str).unwrap_or(ENVIRONMENT)
     }
@@ -97,10 +100,13 @@ mod tests {
         assert_eq!(columns["answer"], 2);
         let stored = serde_json::to_string(&task).unwrap();
         assert_eq!(serde_json::from_str::<Task>(&stored).unwrap(), task);
+        let unnamed = json!({"id": "a", "prompt": "a", "family": null});
+        assert_eq!(PlainRow::from_value(unnamed).unwrap().family(), ENVIRONMENT);
         for (row, text) in [
             (json!({"id": 3, "prompt": "a"}), "column `id` is not text"),
             (json!({"id": "a/b", "prompt": "a"}), "id"),
             (json!({"id": "a", "prompt": null}), "column `prompt` is not text"),
+            (json!({"id": "a", "prompt": "a", "family": 3}), "column `family` is not text"),
         ] {
             let problem = PlainRow::from_value(row).unwrap_err();
             assert!(problem.contains(text), "{problem}");

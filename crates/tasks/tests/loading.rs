@@ -6,6 +6,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use flate2::Compression as GzipStrength;
 use flate2::read::MultiGzDecoder;
 use flate2::write::GzEncoder;
+use orchestrate_tasks::Origin;
 use orchestrate_tasks::load::{self, Refused, Row};
 use orchestrate_tasks::predictions::{self, Prediction};
 use orchestrate_tasks::swe::SweRow;
@@ -120,6 +121,18 @@ fn every_real_row_of_r2e_loads_as_published_and_repackaged() {
     });
     let repackaged: Vec<Value> = repackaged.collect();
     assert_eq!(loaded(json_lines(&repackaged).as_bytes()).0, good);
+}
+
+#[test]
+fn a_plain_row_keeps_a_column_of_a_trainers_data_set_that_has_no_row_in_it() {
+    for kept in [json!("see the manual"), json!(["a"]), json!(7), json!(null)] {
+        let row = json!({"id": "sum__1", "prompt": "1+1?", "extra_info": kept});
+        let (good, bad) = loaded(json_lines(std::slice::from_ref(&row)).as_bytes());
+        assert_eq!((good.len(), bad), (1, Vec::new()));
+        let task = good[0].to_task().unwrap();
+        let keeps = |columns: &serde_json::Map<String, Value>| columns["extra_info"] == kept;
+        assert!(matches!(&task.origin, Origin::Outside(columns) if keeps(columns)), "{task:?}");
+    }
 }
 
 #[test]

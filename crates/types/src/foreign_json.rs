@@ -60,12 +60,45 @@ pub fn rounded_integer(json: &str) -> Option<&str> {
     None
 }
 
+/// JSON text in which the whole number `-0` is written ` 0`. Python reads it as 0, which is what was meant;
+/// a parser in Rust would read the float -0.0, which is written `-0.0`. No byte moves. All other text stays as it
+/// is, valid JSON or not.
+pub fn whole_zeros(text: &[u8]) -> Cow<'_, [u8]> {
+    if !text.windows(2).any(|pair| pair == b"-0") {
+        return Cow::Borrowed(text);
+    }
+    let (mut is_string, mut is_escaped) = (false, false);
+    let mut found: Option<Vec<u8>> = None;
+    let mut before = b' ';
+    for (at, &byte) in text.iter().enumerate() {
+        let [next, after] = [1, 2].map(|ahead| text.get(at + ahead).copied().unwrap_or(b' '));
+        let is_zero = byte == b'-' && next == b'0';
+        let starts = before.is_ascii_whitespace() || b"[{,:".contains(&before);
+        let ends = !after.is_ascii_digit() && !b".eE".contains(&after);
+        if is_string {
+            is_string = byte != b'"' || is_escaped;
+            is_escaped = byte == b'\\' && !is_escaped;
+        } else if byte == b'"' {
+            is_string = true;
+        } else if is_zero
+            && starts
+            && ends
+            && let Some(sign) = found.get_or_insert_with(|| text.to_vec()).get_mut(at)
+        {
+            *sign = b' ';
+        }
+        before = byte;
+    }
+    found.map_or(Cow::Borrowed(text), Cow::Owned)
+}
+
 /// Reads a JSON text whose value is exactly what was written: no repeated keys, no rounded whole numbers.
 ///
 /// # Errors
 /// What would be lost, or why the text is not JSON.
 pub fn exact_json(text: &[u8]) -> Result<Value, String> {
-    let UniqueKeys(value) = serde_json::from_slice(text).map_err(|error| error.to_string())?;
+    let UniqueKeys(value) =
+        serde_json::from_slice(&whole_zeros(text)).map_err(|error| error.to_string())?;
     match std::str::from_utf8(text).ok().and_then(rounded_integer) {
         None => Ok(value),
         Some(number) => Err(format!("the number {number:.60} has more than 64 bits")),
@@ -189,6 +222,25 @@ mod tests {
 
     fn mended(text: &[u8]) -> String {
         String::from_utf8(mended_json(text).into_owned()).unwrap()
+    }
+
+    #[test]
+    fn negative_zero_is_what_python_reads() {
+        // What json.dumps(json.loads(text)) gives.
+        for (text, expected) in [
+            ("-0", "0"),
+            (" -0 ", "0"),
+            ("[-0,-0 ,[-0]]", "[0,0,[0]]"),
+            (r#"{"a":-0,"-0":"[-0]","b":"\\","c":-0}"#, r#"{"a":0,"-0":"[-0]","b":"\\","c":0}"#),
+            (r#"["\"-0", -0]"#, r#"["\"-0",0]"#),
+            ("[-0.0, -0e1, 1e-0, -1, 0]", "[-0.0,-0.0,1.0,-1,0]"),
+        ] {
+            assert_eq!(exact_json(text.as_bytes()).unwrap().to_string(), expected, "{text}");
+        }
+        for text in ["1-0", "[1-0]", "-01", "--0", "-0-0", "\"-0", "-0\""] {
+            assert!(exact_json(text.as_bytes()).is_err(), "{text}");
+        }
+        assert!(matches!(whole_zeros(br#"["2024-01", -0.5]"#), Cow::Borrowed(_)));
     }
 
     #[test]

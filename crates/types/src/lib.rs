@@ -18,7 +18,7 @@ mod trajectory;
 
 pub use clock::{now, timestamp, unix_micros, utc};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
-pub use foreign_json::{UniqueKeys, exact_json, mended_json, rounded_integer};
+pub use foreign_json::{UniqueKeys, exact_json, mended_json, rounded_integer, whole_zeros};
 pub use id::{AttemptId, EpisodeId, GroupId, IdError, PolicyVersion, RequestId, RunId, TokenId};
 pub use model::ModelShape;
 pub use name::{GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, is_unprintable};

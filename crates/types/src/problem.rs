@@ -25,6 +25,8 @@ pub struct ConfigProblem {
 pub enum Found {
     /// This value.
     Value(String),
+    /// This value, which nothing reads with the other settings.
+    Unread(String),
     /// Nothing, although a value is required.
     Missing,
     /// A key that does not exist.
@@ -67,7 +69,7 @@ impl ConfigProblem {
         let Self { key, found, remedy, origin } = self;
         let place = match (origin, found) {
             // The origin of an assignment already shows its key and value.
-            (Some(set), Found::Value(_))
+            (Some(set), Found::Value(_) | Found::Unread(_))
                 if set.strip_prefix("--set ").is_some_and(|set| {
                     set.split_once('=').is_some_and(|(name, _)| name.trim() == key)
                 }) =>
@@ -78,7 +80,9 @@ impl ConfigProblem {
             (None, _) => String::new(),
         };
         match found {
-            Found::Value(value) => format!("{place}{key} = {value}: {remedy}"),
+            Found::Value(value) | Found::Unread(value) => {
+                format!("{place}{key} = {value}: {remedy}")
+            }
             Found::Missing => format!("{place}{key} is missing: {remedy}"),
             Found::UnknownKey if remedy.is_empty() => format!("{place}unknown key {key}"),
             Found::UnknownKey => format!("{place}unknown key {key}; {remedy}"),

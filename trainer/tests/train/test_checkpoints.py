@@ -15,7 +15,7 @@ import torch  # isort: skip
 from model_families import TINY, draw_tokens, hyperparameters, write_batch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from orchestrate_trainer import export
 from orchestrate_trainer.batch import Batch
@@ -228,6 +228,52 @@ def test_untrained_tensors_are_copied(folders: dict[str, Path], world: Any, tmp_
     update(trainer, manifest, "s1")
     with safe_open(store.folder(1) / "model.safetensors", "pt") as file:
         assert torch.equal(file.get_tensor(extra), weights[extra])
+
+
+def test_trained_checkpoint_has_the_tokenizer_and_the_templates_of_the_model(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    model = Path(shutil.copytree(folders["qwen3_moe"], tmp_path / "model"))
+    bundled = Path(__file__).parents[3] / "environments/micro/policy"
+    shutil.copy2(bundled / "tokenizer.json", model)
+    settings = json.loads((bundled / "tokenizer_config.json").read_text())
+    settings.pop("chat_template", None)
+    (model / "tokenizer_config.json").write_text(json.dumps(settings))
+    special = {"additional_special_tokens": ["<|special|>"], "sep_token": "<|separator|>"}
+    (model / "special_tokens_map.json").write_text(json.dumps(special))
+    (model / "chat_template.jinja").write_text("plain {{ messages | length }}")
+    (model / "additional_chat_templates").mkdir()
+    (model / "additional_chat_templates" / "tool_use.jinja").write_text(
+        "tools {{ tools | length }}"
+    )
+    (model / "processor_config.json").write_text("{}")
+
+    def seen(folder: Path) -> dict[str, Any]:
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tools = [{"type": "function", "function": {"name": "a", "parameters": {}}}]
+        messages = [{"role": "user", "content": "x"}]
+        texts = [
+            tokenizer.apply_chat_template(messages, tools=given, tokenize=False)
+            for given in (None, tools)
+        ]
+        assert texts == ["plain 1", "tools 1"]
+        return {
+            "special": tokenizer.special_tokens_map,
+            "texts": texts,
+            "templates": tokenizer.chat_template,
+            "files": {path.name for path in folder.rglob("*.json*")} - {"trainer.json"},
+        }
+
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(model, store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12))
+    update(trainer, manifest, "s1")
+    expected = seen(model)
+    for version in (0, 1):
+        found = seen(store.folder(version))
+        assert found["files"] >= expected.pop("files", set())
+        found.pop("files")
+        assert found == expected
 
 
 def test_large_export_is_split_into_files(

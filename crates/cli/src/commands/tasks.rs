@@ -64,6 +64,8 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
 fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     let mut raw: Sections = config::load(&selection.source)?;
     raw.tasks.environment = Some(selection.environment.clone());
+    // Its tasks, whatever a run would take from files.
+    (raw.tasks.file, raw.tasks.held_out_file, raw.tasks.mix) = (None, None, None);
     if raw.tasks.held_out.is_none() {
         raw.tasks.held_out = Some(400);
     }

@@ -1,4 +1,6 @@
 use super::*;
+use orchestrate_moe::{StoredType, Weights, save_checkpoint};
+use orchestrate_rollout::{MICRO_CHAT_TEMPLATE, opening_messages};
 use tokio::io::{AsyncReadExt, AsyncWriteExt};
 
 /// Status of the reply to another user of this machine, who has no key.
@@ -39,4 +41,48 @@ async fn embedded_servers_require_a_key_that_is_written_nowhere() {
     }
     drop((fleet, trainer));
     servers.shutdown().await;
+}
+
+#[test]
+fn a_checkpoint_renders_prompts_with_the_templates_and_special_tokens_of_its_model() {
+    let guard = tempfile::tempdir().unwrap();
+    let root = Utf8Path::from_path(guard.path()).unwrap();
+    let bundled = orchestrate_e2e::root().join("environments/micro/policy");
+    let model = root.join("model");
+    fs_err::create_dir_all(model.join("additional_chat_templates")).unwrap();
+    for entry in fs_err::read_dir(bundled).unwrap() {
+        let entry = entry.unwrap();
+        fs_err::copy(entry.path(), model.as_std_path().join(entry.file_name())).unwrap();
+    }
+    // What a model may have in files of its own: a token that only the older file names, a template, and
+    // another one for prompts with tools.
+    let special = r#"{"sep_token": "<|endoftext|>"}"#;
+    let plain = format!("{{{{- sep_token -}}}}{MICRO_CHAT_TEMPLATE}");
+    let with_tools = format!("{{{{- tools | tojson -}}}}{plain}");
+    for (name, text) in [
+        ("special_tokens_map.json", special),
+        ("chat_template.jinja", &plain),
+        ("additional_chat_templates/tool_use.jinja", &with_tools),
+    ] {
+        fs_err::write(model.join(name), text).unwrap();
+    }
+    let weights = Weights::load(&model).unwrap();
+    let prompts = |folder: &Utf8Path| {
+        let tool = serde_json::json!({"function": {"name": "look", "parameters": {}}});
+        [Vec::new(), vec![tool]].map(|tools| {
+            let options = ChatOptions { tools, ..ChatOptions::default() };
+            let chat = ChatModel::load_for(folder, options).unwrap();
+            let prompt = chat.prompt(&opening_messages(None, "mend it")).unwrap();
+            chat.decode(&prompt).unwrap()
+        })
+    };
+    let expected = prompts(&model);
+    assert!(expected[0].starts_with("<|endoftext|><|im_start|>user"), "{expected:?}");
+    assert!(expected[1].contains("look"), "{expected:?}");
+    // Each checkpoint is written from the one before it.
+    for (from, to) in [("model", "v000000"), ("v000000", "v000001")] {
+        let (from, to) = (root.join(from), root.join(to));
+        save_checkpoint(&to, &weights, StoredType::F32, Some(&from)).unwrap();
+        assert_eq!(prompts(&to), expected);
+    }
 }

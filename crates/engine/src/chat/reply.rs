@@ -5,7 +5,7 @@ use crate::error::EngineErrorKind;
 use crate::generation::Finish;
 use crate::message::{AssistantMessage, FunctionCall, Thinking, ToolCall};
 use crate::reply::{invalid_field, parse, truncated};
-use orchestrate_types::{Attribution, mended_json};
+use orchestrate_types::{Attribution, mended_json, whole_zeros};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -79,6 +79,7 @@ pub(crate) fn read(
 ) -> Result<(Finish, AssistantMessage, TokenUsage), EngineErrorKind> {
     // A model may write one half of a surrogate pair in the arguments of a call.
     let body = mended_json(body);
+    let body = whole_zeros(&body);
     let ending: Ending = parse(&body)?;
     let count = ending.choices.len();
     let Ok([choice]) = <[ChoiceEnding; 1]>::try_from(ending.choices) else {
@@ -99,8 +100,11 @@ pub(crate) fn read(
         return Err(EngineErrorKind::generation_failed(format!("`{name}`{message}")));
     }
     if reason == FinishReason::Declined {
-        let content = choice.message.as_ref().and_then(|message| message.get("content")?.as_str());
-        let content = content.unwrap_or_default().to_owned();
+        let content = match choice.message.as_ref().and_then(|message| message.get("content")) {
+            None | Some(serde_json::Value::Null) => String::new(),
+            Some(serde_json::Value::String(text)) => text.clone(),
+            Some(_) => return Err(invalid_field("choices[0].message.content", "not text")),
+        };
         let message = AssistantMessage { content, ..AssistantMessage::default() };
         return Ok((Finish::Stop, message, TokenUsage::default()));
     }
@@ -193,6 +197,22 @@ mod tests {
     fn ended(message: &Value, finish: &str) -> Result<(Finish, AssistantMessage), EngineErrorKind> {
         let body = json!({"choices": [{"index": 0, "message": message, "finish_reason": finish}]});
         read(body.to_string().as_bytes(), 1).map(|(finish, message, _)| (finish, message))
+    }
+
+    #[test]
+    fn the_text_of_a_declined_turn_is_text_or_absent() {
+        for (message, text) in [
+            (json!({"content": "I will not"}), "I will not"),
+            (json!({"content": null}), ""),
+            (json!({}), ""),
+            (json!(null), ""),
+        ] {
+            assert_eq!(ended(&message, "content_filter").unwrap().1.content, text);
+        }
+        for content in [json!([{"type": "text", "text": "I will not"}]), json!(5), json!({})] {
+            let error = ended(&json!({"content": content}), "content_filter").unwrap_err();
+            assert!(error.to_string().contains("choices[0].message.content"), "{error}");
+        }
     }
 
     #[test]

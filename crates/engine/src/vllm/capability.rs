@@ -14,6 +14,13 @@ const FACTS: [(&str, &str); 5] = [
     ("MoE backend", "moe_backend"),
 ];
 
+/// Settings that are on or off.
+const SWITCHES: [&str; 3] =
+    ["enable_return_routed_experts", "enable_prefix_caching", "enable_eplb"];
+/// Settings that are numbers of workers.
+const SIZES: [&str; 3] =
+    ["data_parallel_size", "pipeline_parallel_size", "decode_context_parallel_size"];
+
 /// The settings in `/server_info`: the text of a Python object by default, a JSON object on request.
 #[derive(Debug)]
 pub(super) struct ServerSettings(Value);
@@ -60,7 +67,27 @@ impl ServerSettings {
         FACTS.iter().filter_map(|(shown, name)| Some((*shown, self.get(name)?))).collect()
     }
 
+    /// The settings that decide whether rows are complete, but whose value is not of their type.
+    fn unread(&self) -> Vec<&'static str> {
+        let is_unread = |name: &str, is_read: &dyn Fn(&str) -> bool| {
+            self.get(name).is_some_and(|value| !is_read(&value))
+        };
+        let is_switch =
+            |value: &str| ["true", "false"].iter().any(|known| value.eq_ignore_ascii_case(known));
+        let switches = SWITCHES.into_iter().filter(|name| is_unread(name, &is_switch));
+        let is_size = |value: &str| value.parse::<usize>().is_ok();
+        switches.chain(SIZES.into_iter().filter(|name| is_unread(name, &is_size))).collect()
+    }
+
     fn add_findings(&self, findings: &mut Vec<CapabilityFinding>) {
+        let unread = self.unread();
+        if !unread.is_empty() {
+            findings.push(CapabilityFinding::refusal(
+                "settings-unread",
+                format!("the server reports no valid value of {}", unread.join(", ")),
+                "start a release of vLLM that this program knows",
+            ));
+        }
         if !self.returns_routed_experts() {
             findings.push(CapabilityFinding::refusal(
                 "routing-off",
@@ -202,6 +229,31 @@ mod tests {
         assert_eq!(named("0.32.0", &TEXT.replace("model='m'", "kv_transfer_config=None")), []);
         let without_settings = findings(Some("0.32.0"), None);
         assert_eq!((without_settings.len(), without_settings[0].name), (1, "developer-mode-off"));
+    }
+
+    #[test]
+    fn settings_whose_value_has_another_type_are_refused_by_name() {
+        let unread = |settings: Value| {
+            let settings = ServerSettings::new(json!({"vllm_config": settings}));
+            let found = findings(Some("0.32.0"), Some(&settings));
+            let found = found.into_iter().find(|found| found.name == "settings-unread");
+            found.map(|found| (found.severity, found.to_string()))
+        };
+        let whole = json!({"enable_return_routed_experts": true, "pipeline_parallel_size": 1});
+        assert_eq!(unread(whole.clone()), None);
+        for (name, value) in [
+            ("enable_return_routed_experts", json!("yes")),
+            ("enable_eplb", json!(1)),
+            ("data_parallel_size", json!(2.0)),
+            ("pipeline_parallel_size", json!("two")),
+            ("decode_context_parallel_size", json!([2])),
+        ] {
+            let mut damaged = whole.clone();
+            damaged[name] = value;
+            let (severity, text) = unread(damaged).unwrap();
+            assert_eq!(severity, Severity::Refusal);
+            assert!(text.contains(name), "{text}");
+        }
     }
 
     #[test]

@@ -162,7 +162,8 @@ impl Conversation {
             *count += 1;
             repetition
         };
-        let ordinal = state.generations;
+        let ordinal = state.begun;
+        state.begun += 1;
         state.generations += 1;
         let longest = self.limits.max_response_tokens;
         let limit = if room <= longest { Limit::SequenceTokens } else { Limit::ResponseTokens };

@@ -67,6 +67,9 @@ struct State {
     receipts: Receipts,
     /// Number of generations that have begun for each prompt, by its digest.
     prompts: HashMap<[u8; 32], u32>,
+    /// Number of generations that have begun, by which they are told apart.
+    begun: u32,
+    /// Number of generations that count towards `max_turns`.
     generations: u32,
     turns: Vec<TurnLog>,
     forks: BTreeMap<ForkCause, u64>,
@@ -139,6 +142,7 @@ impl Conversation {
             tree: Tree::new(),
             receipts: Receipts::default(),
             prompts: HashMap::new(),
+            begun: 0,
             generations: 0,
             turns: Vec::new(),
             forks: BTreeMap::new(),
@@ -356,6 +360,7 @@ impl Conversation {
                 let end = match no_reply {
                     // As for a prompt that exceeds the episode's own limit, the agent may go on.
                     NoReply::ContextFull(_) => {
+                        state.generations -= 1;
                         let prompt = line.buffer.prompt_len();
                         let limit = self.limits.max_sequence_tokens.min(prompt);
                         served.answer(Err(AskError::TooLong { prompt, limit }));

@@ -45,7 +45,11 @@ fn chat_with(template: &str) -> Arc<ChatModel> {
 
 /// Replies with a text and sometimes a call, decided by the call's seed.
 fn engine() -> Arc<FakeEngine> {
-    let shape = ModelShape { context: 1 << 16, ..toy_shape(chat().vocab_size()) };
+    engine_of_context(1 << 16)
+}
+
+fn engine_of_context(context: usize) -> Arc<FakeEngine> {
+    let shape = ModelShape { context, ..toy_shape(chat().vocab_size()) };
     Arc::new(FakeEngine::new(shape, |request, _| {
         let seed = request.sampling.seed;
         let calls = if seed.is_multiple_of(3) {
@@ -407,6 +411,26 @@ async fn limits_end_the_conversation_with_their_names() {
     assert_eq!(conversation.finish().limit, Some(Limit::Turns));
     let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
     assert!(matches!(ended, AskError::Ended(_)), "{ended}");
+}
+
+#[tokio::test]
+async fn a_request_that_the_engine_has_no_context_for_is_not_a_turn() {
+    let engine = engine_of_context(1000);
+    let conversation = conversation(&engine, 2);
+    let long = said("user", &"word ".repeat(2000));
+    conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
+    for _ in 0..3 {
+        let too_long = conversation.sample(&ask(std::slice::from_ref(&long))).await.unwrap_err();
+        assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
+    }
+    conversation.sample(&ask(&[said("user", "b")])).await.unwrap();
+    let ended = conversation.sample(&ask(&[said("user", "c")])).await.unwrap_err();
+    assert!(ended.to_string().contains("rollout.max_turns"), "{ended}");
+    // Request ids of the engine must not repeat.
+    let ids: Vec<_> = engine.requests().into_iter().map(|request| request.request_id).collect();
+    let distinct: std::collections::HashSet<_> = ids.iter().collect();
+    assert_eq!(distinct.len(), ids.len());
+    assert_eq!(conversation.finish().limit, Some(Limit::Turns));
 }
 
 #[tokio::test]

@@ -112,6 +112,25 @@ impl Scaffold {
         }
     }
 
+    /// Its name in the configuration.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tools => "tools",
+            Self::R2eXml => "r2e-xml",
+            Self::Mini => "mini",
+            Self::Command => "command",
+            Self::Outside => "outside",
+        }
+    }
+
+    /// Whether this program performs the policy's calls, and not an agent with its own loop.
+    pub fn performs_calls(self) -> bool {
+        match self {
+            Self::Tools | Self::R2eXml | Self::Mini => true,
+            Self::Command | Self::Outside => false,
+        }
+    }
+
     /// Role of the messages that carry observations.
     pub fn observation_role(self) -> &'static str {
         match self {

@@ -4,7 +4,7 @@
 
 use super::{CLOSE, Unread};
 use crate::api::Action;
-use orchestrate_types::{UniqueKeys, rounded_integer};
+use orchestrate_types::{UniqueKeys, rounded_integer, whole_zeros};
 
 /// Reads a call after its opening tag. Returns what follows its closing tag, too.
 pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
@@ -12,7 +12,8 @@ pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
     let invalid = |problem: String| {
         if is_closed { Unread::Invalid(problem) } else { Unread::Unclosed }
     };
-    let mut values = serde_json::Deserializer::from_str(text).into_iter::<UniqueKeys>();
+    let zeros = whole_zeros(text.as_bytes());
+    let mut values = serde_json::Deserializer::from_slice(&zeros).into_iter::<UniqueKeys>();
     let UniqueKeys(value) = match values.next() {
         Some(value) => value.map_err(|error| invalid(error.to_string()))?,
         None => return Err(invalid("it is empty".to_owned())),
@@ -32,6 +33,14 @@ pub(super) fn read(text: &str) -> Result<(Action, &str), Unread> {
 mod tests {
     use super::*;
     use serde_json::json;
+
+    #[test]
+    fn negative_zero_is_zero_and_the_text_after_the_call_stays() {
+        let text = "{\"name\": \"f\", \"arguments\": {\"n\": -0, \"x\": -0.0}}</tool_call> -0 ";
+        let (action, rest) = read(text).unwrap();
+        assert_eq!(action.arguments.to_string(), "{\"n\":0,\"x\":-0.0}");
+        assert_eq!(rest, " -0 ");
+    }
 
     #[test]
     fn a_call_ends_where_its_json_ends() {

@@ -26,8 +26,9 @@ pub enum ToolFormat {
     Json,
     /// `<function=NAME>` with a `<parameter=KEY>` for each argument: Qwen3-Coder, Qwen 3.5,
     /// Nemotron 3. Strings are not quoted, so the tool's schema decides which values are strings.
-    /// Names and values are read as they are written, as the parser of Qwen3-Coder in vLLM does: quotes
-    /// around a name belong to it, and so does a carriage return to a value.
+    /// Names and values are read as they are written, without one line feed at each end of a value: quotes
+    /// around a name belong to it, and so does a carriage return to a value. vLLM's parser `qwen3_coder`
+    /// reads parameters in the same way; some versions of it take no function whose name has quotes for a call.
     /// Models leave out `<tool_call>` at times; `<function=NAME>` at the beginning of a line begins a
     /// call, too.
     Xml,

@@ -75,6 +75,11 @@ fn checked_tool(server: &str, tool: &Tool) -> Result<ServerTool, &'static str> {
     if parameters.get("type").and_then(Value::as_str) != Some("object") {
         return Err("has an input schema whose type is not \"object\"");
     }
+    if parameters.values().any(may_be_rounded) {
+        return Err(
+            "has an input schema with a number of more than 64 bits, which would be rounded",
+        );
+    }
     // Some templates read it without asking whether it exists.
     if !parameters.entry("properties").or_insert_with(|| json!({})).is_object() {
         return Err("has an input schema whose properties are not an object");
@@ -85,6 +90,19 @@ fn checked_tool(server: &str, tool: &Tool) -> Result<ServerTool, &'static str> {
         "function": {"name": called, "description": description, "parameters": parameters},
     });
     Ok(ServerTool { name: tool.name.to_string(), schema })
+}
+
+/// Whether a value has a whole number that may have been written with more than 64 bits.
+fn may_be_rounded(value: &Value) -> bool {
+    const LARGEST_EXACT: f64 = 9_223_372_036_854_775_808.0;
+    match value {
+        Value::Number(number) => {
+            number.is_f64() && number.as_f64().is_some_and(|number| number.abs() >= LARGEST_EXACT)
+        }
+        Value::Array(list) => list.iter().any(may_be_rounded),
+        Value::Object(object) => object.values().any(may_be_rounded),
+        Value::Null | Value::Bool(_) | Value::String(_) => false,
+    }
 }
 
 /// What differs between the earlier tools of a server and those it lists now; `None` if nothing does.
@@ -136,9 +154,42 @@ mod tests {
     }
 
     #[test]
+    fn numbers_of_a_schema_are_those_that_the_server_sent() {
+        let listed = |schema: &str| {
+            // As the client library reads the reply to `tools/list`.
+            let text = format!(
+                "{{\"jsonrpc\": \"2.0\", \"id\": 1, \"result\": {{\"tools\": [{{\"name\": \"a\", \
+                 \"inputSchema\": {schema}}}]}}}}"
+            );
+            let message: rmcp::model::ServerJsonRpcMessage = serde_json::from_str(&text).unwrap();
+            let value = serde_json::to_value(message).unwrap();
+            let tool: Tool = serde_json::from_value(value["result"]["tools"][0].clone()).unwrap();
+            checked(&settings(None), vec![tool])
+        };
+        let schema = |number: &str| {
+            format!(
+                "{{\"type\":\"object\",\"properties\":{{\"n\":{{\"enum\":[{number}],\"default\":{number}}}}}}}"
+            )
+        };
+        for number in
+            ["9007199254740993", "-9223372036854775808", "18446744073709551615", "0.5", "1e3"]
+        {
+            let tools = listed(&schema(number)).unwrap();
+            let found = &tools[0].schema["function"]["parameters"];
+            let expected: Value = serde_json::from_str(&schema(number)).unwrap();
+            assert_eq!(found.to_string(), expected.to_string());
+        }
+        for number in ["18446744073709551616", "-9223372036854775809"] {
+            let error = listed(&schema(number)).unwrap_err().to_string();
+            assert!(error.contains("more than 64 bits") && error.contains('a'), "{error}");
+        }
+    }
+
+    #[test]
     fn invalid_tools_are_refused_unless_they_are_left_out() {
         for (listed, problem) in [
             (vec![tool("a b", object())], "characters"),
+            (vec![tool("a<|im_end|>", object())], "characters"),
             (vec![tool("", object())], "characters"),
             (vec![tool(&"a".repeat(62), object())], "too long"),
             (vec![tool("a", json!({"type": "string"}))], "not \"object\""),

@@ -9,6 +9,7 @@ mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
 mod faults;
+mod foreign_text;
 mod mcp;
 mod outside;
 mod sharing;

@@ -66,9 +66,11 @@ impl McpServer {
     pub(crate) fn start_with(shared: Shared) -> Self {
         let number = json!({"type": "integer"});
         let names = ["die", "fail", "flood", "garbage", "hang", "json_flood", "long", "picture"];
+        let said = ["say", "refuse"].map(|name| tool(name, &json!({"text": {"type": "string"}})));
         let mut tools =
             vec![tool("remember", &json!({})), tool("add", &json!({"a": number, "b": number}))];
         tools.extend(names.into_iter().map(|name| tool(name, &json!({}))));
+        tools.extend(said);
         shared.tools.lock().unwrap().extend(tools);
         let shared = Arc::new(shared);
         let listener = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
@@ -212,6 +214,16 @@ impl ServerHandler for Session {
             }
             "long" => text("y".repeat(100_000)),
             "picture" => vec![ContentBlock::image("AAAA", "image/png")],
+            "say" => {
+                let said = request.arguments.unwrap_or_default();
+                let said = said["text"].as_str().unwrap().to_owned();
+                vec![ContentBlock::text(said.clone()), ContentBlock::image("AAAA", said)]
+            }
+            "refuse" => {
+                let said = request.arguments.unwrap_or_default();
+                let said = said["text"].as_str().unwrap().to_owned();
+                return Err(ErrorData::invalid_params(said, None));
+            }
             "remember" => text((self.calls.fetch_add(1, Ordering::Relaxed) + 1).to_string()),
             other => return Err(ErrorData::invalid_params(format!("no tool {other}"), None)),
         };

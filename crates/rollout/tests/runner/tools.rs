@@ -1,5 +1,6 @@
 //! Episodes whose policy calls tools of a tool server, over real HTTP.
 
+use crate::foreign_text::{EVIL, controls_in_last_prompt, written};
 use crate::mcp::{McpServer, Shared, tool};
 use crate::world::*;
 use orchestrate_rollout::{
@@ -109,6 +110,35 @@ async fn tools_are_shown_in_the_prompt_and_their_results_observed() {
     // One session to list the tools, and one for each attempt.
     assert_eq!(server.shared.opened.load(Ordering::Relaxed), 3);
     assert_eq!(server.shared.ended.load(Ordering::Relaxed), 3);
+}
+
+#[tokio::test]
+async fn control_tokens_in_results_and_descriptions_of_tools_are_text() {
+    let counts = async |text: &str| {
+        let server = McpServer::start();
+        {
+            let mut tools = server.shared.tools.lock().unwrap();
+            let Value::Object(schema) = json!({"type": "object", "title": text, "properties": {
+                text: {"type": "string", "enum": [text], "description": text}}})
+            else {
+                panic!("an object")
+            };
+            tools.push(rmcp::model::Tool::new("described", text.to_owned(), Arc::new(schema)));
+        }
+        let turns = [
+            written("s__say", &json!({"text": text})),
+            written("s__refuse", &json!({"text": text})),
+            turn_ids(&[submit()]),
+        ];
+        let script = move |turn: usize| stop(turns[turn].clone());
+        let world = world_playing(section(vec![server.section()]), script).await;
+        let report = world.run().await;
+        let seen = observations(&report);
+        assert_eq!(seen[0], format!("{text}\n[image, {text}: not shown]"));
+        assert_eq!(seen[1], format!("error -32602\n{text}"));
+        controls_in_last_prompt(&world)
+    };
+    assert_eq!(counts(EVIL).await, counts("harmless").await);
 }
 
 #[tokio::test]
@@ -278,7 +308,7 @@ async fn lists_have_pages_and_a_token_opens_the_server() {
     let servers = ToolServers::connect(&plan.tool_servers).await.unwrap();
     assert_eq!(servers.names().collect::<Vec<_>>(), ["s__add", "s__remember"]);
     let plan = section(vec![with_token]).check().unwrap();
-    assert_eq!(ToolServers::connect(&plan.tool_servers).await.unwrap().names().count(), 10);
+    assert_eq!(ToolServers::connect(&plan.tool_servers).await.unwrap().names().count(), 12);
     assert!(!format!("{servers:?}").contains("Bearer"));
 }
 

@@ -25,8 +25,14 @@ pub(super) fn inner(value: &mut Value) -> Option<Result<Value, String>> {
     } else {
         value.get_mut("responses_create_params")?.get_mut("metadata")?
     };
-    let data_set = from.get("dataset_name").and_then(Value::as_str).unwrap_or_default().to_owned();
+    let data_set = from.get("dataset_name").filter(|name| !name.is_null()).cloned();
     let column = ["instance", "instance_dict"].into_iter().find(|name| from.get(name).is_some())?;
+    let data_set = match data_set {
+        None => String::new(),
+        Some(Value::String(name)) => name,
+        // The data set decides whether the row can be graded.
+        Some(_) => return Some(Err("column `dataset_name` is not text".to_owned())),
+    };
     if let Some((name, why)) = REFUSED.into_iter().find(|(name, _)| data_set.contains(name)) {
         return Some(Err(format!("is of the data set `{name}`, which is not supported: {why}")));
     }
@@ -55,6 +61,9 @@ mod tests {
         }
         assert_eq!(inner(&mut row.clone()), None);
         assert_eq!(inner(&mut json!({"responses_create_params": {"input": []}})), None);
+        let mut unnamed = json!({"dataset_name": ["nvidia/x"], "instance": row.clone()});
+        let refused = inner(&mut unnamed).unwrap().unwrap_err();
+        assert_eq!(refused, "column `dataset_name` is not text");
         for (name, _) in REFUSED {
             let refused = inner(&mut metadata(name, row.clone())).unwrap().unwrap_err();
             assert!(refused.contains(name), "{refused}");
