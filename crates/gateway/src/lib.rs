@@ -8,8 +8,8 @@
 //!
 //! Invariants: a reply is sent as it was sampled, never shortened or rewritten; equal histories give
 //! equal [`Message`]s in every dialect; a reply that comes back in the next request gives the
-//! message that was sampled; and a [`Receipt`] is handed out only when the connection has taken the
-//! last byte.
+//! message that was sampled; and a [`Receipt`] is handed out only when the client has read the last byte
+//! ([`Unconfirmed`]).
 //!
 //! # Routes
 //!
@@ -109,7 +109,7 @@ mod round_trip;
 
 pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
-pub use connection::serve_stream;
+pub use connection::{Unconfirmed, serve_stream};
 pub use dialect::Dialect;
 pub use fields::Overridden;
 #[cfg(any(test, fuzzing))]
