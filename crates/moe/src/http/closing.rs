@@ -18,11 +18,11 @@ const ACKNOWLEDGEMENT_PAUSE: Duration = Duration::from_millis(2);
 
 /// Told of one connection. It is dropped with the connection, however that ends.
 pub trait ConnectionObserver: Send + Sync {
-    /// A request has arrived, so the client has read the replies before it. The handler sees what is added
-    /// to the request's extensions.
+    /// A request has arrived, so the client has read the replies before it (none pipelines its requests). The
+    /// handler sees what is added to the request's extensions.
     fn requested(&self, extensions: &mut Extensions);
 
-    /// The connection has ended after the client had read everything.
+    /// The connection has ended, or is about to, and the client has read everything.
     fn all_read(&self);
 }
 

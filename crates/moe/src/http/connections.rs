@@ -176,7 +176,10 @@ impl Served {
             is_stopping = true;
             Pin::new(&mut connection).graceful_shutdown();
         };
-        if let Err(error) = ended {
+        // A client that sends no other request in time has had more than enough time to read its replies.
+        if let Err(error) =
+            ended.or_else(|error| if error.is_timeout() { Ok(()) } else { Err(error) })
+        {
             tracing::debug!(%error, "connection ended early");
             return;
         }

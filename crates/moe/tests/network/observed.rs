@@ -5,9 +5,12 @@ use axum::http::Extensions;
 use axum::response::IntoResponse as _;
 use axum::routing::get;
 use camino::Utf8Path;
-use orchestrate_moe::http::{ConnectionObserver, HttpOptions, HttpServer, Routes, TlsFiles};
+use orchestrate_moe::http::{
+    ConnectionObserver, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
+};
 use std::net::SocketAddr;
 use std::sync::{Arc, Mutex};
+use std::time::Duration;
 use tokio::io::{AsyncRead, AsyncReadExt as _, AsyncWrite, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::mpsc;
@@ -56,10 +59,13 @@ struct Observed {
 
 impl Observed {
     async fn serve(tls: Option<TlsFiles>) -> Self {
+        Self::serve_with(HttpOptions { tls, ..HttpOptions::default() }).await
+    }
+
+    async fn serve_with(options: HttpOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
         let (sender, told) = mpsc::unbounded_channel();
-        let options = HttpOptions { tls, ..HttpOptions::default() };
         let server = HttpServer::new(listener, options).unwrap();
         let server = server.observed_by(move || Arc::new(Observer(sender.clone())));
         let reply = async |axum::Extension(_): axum::Extension<&'static str>| "x".repeat(REPLY);
@@ -122,6 +128,15 @@ impl Observed {
 async fn a_client_has_read_its_replies_if_it_closed_after_the_last_byte() {
     let server = Observed::serve(None).await;
     server.check(async || server.connect().await).await;
+}
+
+#[tokio::test]
+async fn a_client_has_read_its_reply_if_it_keeps_the_connection_until_that_is_closed() {
+    let limits = HttpLimits { header_time: Duration::from_secs(2), ..HttpLimits::default() };
+    let server = Observed::serve_with(HttpOptions { limits, ..HttpOptions::default() }).await;
+    let mut client = server.connect().await;
+    client.write_all(b"GET / HTTP/1.1\r\nhost: localhost\r\n\r\n").await.unwrap();
+    assert_eq!(server.told().await, [Told::Requested, Told::AllRead, Told::Dropped]);
 }
 
 #[tokio::test]
