@@ -86,6 +86,7 @@ mod fields;
 mod message;
 mod messages;
 mod offers;
+mod opaque;
 mod options;
 mod problem;
 mod registry;
@@ -120,7 +121,7 @@ pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;
 pub use sampler::{
-    Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled, SampledToken,
-    SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
+    AskedSampling, Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled,
+    SampledToken, SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
 };
 pub use text::{SampledText, ShownText, TextSink};

@@ -32,7 +32,7 @@ pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
-use orchestrate_types::{Attribution, Limit, TokenId};
+use orchestrate_types::{Attribution, GroupId, Limit, TokenId};
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
@@ -164,6 +164,11 @@ impl Conversation {
 
     pub(crate) fn chat(&self) -> &ChatModel {
         &self.calls.chat
+    }
+
+    /// Whether an agent decides how its replies are sampled: in evaluations, which train nothing.
+    pub(crate) fn honours_sampling(&self) -> bool {
+        matches!(self.calls.request.attempt.episode.group, GroupId::Eval { .. })
     }
 
     /// Longest sequence in tokens.

@@ -8,7 +8,7 @@ use crate::rows::RowSharing;
 use crate::template::{ChatTemplate, TemplateInput};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
-use orchestrate_gateway::Receipt;
+use orchestrate_gateway::{AskedSampling, Receipt};
 use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use rand_chacha::ChaCha8Rng;
@@ -99,7 +99,12 @@ fn conversation_of(
 }
 
 pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
-    Arc::new(Said { message: message(role, text), reasoning: None, call_ids: Vec::new() })
+    Arc::new(Said {
+        message: message(role, text),
+        reasoning: None,
+        reply: None,
+        call_ids: Vec::new(),
+    })
 }
 
 pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
@@ -107,6 +112,7 @@ pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
         past: Past::Messages { said: said.to_vec(), tools: Arc::default(), thinking: None },
         max_tokens: None,
         stops: Arc::default(),
+        sampling: AskedSampling::default(),
         sample: 0,
         repeats: false,
         overridden: Arc::default(),
@@ -126,12 +132,18 @@ fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
     Arc::new(Said {
         message: reply.message.clone(),
         reasoning: reply.reasoning.clone().filter(|_| with_thinking),
+        reply: None,
         call_ids: calls.map(|index| call_id(reply.number, index)).collect(),
     })
 }
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
-    Arc::new(Said { message: reply.message.clone(), reasoning: None, call_ids: Vec::new() })
+    Arc::new(Said {
+        message: reply.message.clone(),
+        reasoning: None,
+        reply: None,
+        call_ids: Vec::new(),
+    })
 }
 
 /// A reply ends with the token that completes its first stop string, and its message before that string.
@@ -216,7 +228,12 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
         }
         history.extend([
             repeated(&reply),
-            Arc::new(Said { message: observation, reasoning: None, call_ids: Vec::new() }),
+            Arc::new(Said {
+                message: observation,
+                reasoning: None,
+                reply: None,
+                call_ids: Vec::new(),
+            }),
         ]);
         replies.push(reply);
     }
@@ -337,6 +354,7 @@ async fn control_tokens_in_a_history_are_text() {
         let turn = Arc::new(Said {
             message: turn,
             reasoning: Some(text.to_owned()),
+            reply: None,
             call_ids: Vec::new(),
         });
         let history = [said("user", text), turn, said("tool", text)];

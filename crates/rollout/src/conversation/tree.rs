@@ -19,6 +19,8 @@ pub(crate) struct Said {
     pub(crate) message: Message,
     /// The thinking of an assistant message, if the agent sent it back.
     pub(crate) reasoning: Option<String>,
+    /// Number of the reply that the thinking is of, if the agent sent that back, too.
+    pub(crate) reply: Option<u32>,
     /// The ids of its tool calls, in order. Ids that were made here name the reply that they came with.
     pub(crate) call_ids: Vec<String>,
 }
@@ -51,7 +53,7 @@ fn trimmed(text: Option<&str>) -> Option<&str> {
     text.map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Messages are compared without the ids of their calls, which agents may change from request to request.
+/// Messages are compared without what names a reply: the ids of its calls and its number, which agents may change from request to request.
 impl PartialEq for Said {
     fn eq(&self, other: &Self) -> bool {
         self.message == other.message && self.reasoning == other.reasoning
@@ -82,6 +84,7 @@ impl Said {
             && self.message.content.trim() == sampled.message.content.trim()
             && self.message.tool_calls == sampled.message.tool_calls
             && self.own_call_ids().all(|(index, id)| id == call_id(sampled.number, index))
+            && self.reply.is_none_or(|number| number == sampled.number)
             && (thinking.is_none() || thinking == trimmed(sampled.reasoning.as_deref()))
     }
 }
@@ -319,6 +322,7 @@ mod tests {
         Arc::new(Said {
             message: crate::chat::message(role, text),
             reasoning: None,
+            reply: None,
             call_ids: Vec::new(),
         })
     }
@@ -424,7 +428,7 @@ mod tests {
         sent.content = "Look.".to_owned();
         sent.tool_calls = vec![call(r#"{"n":1,"command":"ls"}"#)];
         let reply = Reply { message, reasoning: Some("hm".to_owned()), number: 7 };
-        (reply, Said { message: sent, reasoning: None, call_ids: Vec::new() })
+        (reply, Said { message: sent, reasoning: None, reply: None, call_ids: Vec::new() })
     }
 
     #[test]
@@ -444,6 +448,10 @@ mod tests {
         ] {
             let call_ids = vec![id.to_owned()];
             let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent.clone() };
+            assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
+        }
+        for (number, is_recognised) in [(Some(7), true), (Some(8), false), (None, true)] {
+            let sent = Said { reply: number, ..sent.clone() };
             assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
         }
         let unthinking = Reply { reasoning: None, ..called().0 };

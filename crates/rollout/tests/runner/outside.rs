@@ -6,12 +6,13 @@ use axum::response::IntoResponse as _;
 use orchestrate_engine::Finish;
 use orchestrate_gateway::{GatewayOptions, Offers, Registry, Unconfirmed};
 use orchestrate_moe::http::{ConnectionObserver, HttpOptions, HttpServer, Routes};
-use orchestrate_rollout::{Episodes as _, Outside, RolloutSection, Scaffold};
-use orchestrate_testkit::FakeReply;
+use orchestrate_rollout::{EpisodeRequest, Episodes as _, Outside, RolloutSection, Scaffold};
+use orchestrate_testkit::{FakeReply, FakeRequest};
 use orchestrate_types::{Limit, Outcome, Stage};
 use serde_json::{Value, json};
 use std::net::SocketAddr;
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::{TcpListener, TcpStream};
@@ -73,12 +74,23 @@ impl ConnectionObserver for Receipts {
 }
 
 /// Runs an episode whose worker does `work`, with a policy that answers by `reply`, from the number of the
-/// request. Returns the outcome, and what the worker returned.
+/// request in its session. Returns the outcome, and what the worker returned.
 async fn episode<T>(
     config: RolloutSection,
     reply: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
     work: impl AsyncFnOnce(Worker) -> T,
 ) -> (Outcome, T) {
+    let (outcome, done, _) = attempt(request(), config, reply, work).await;
+    (outcome, done)
+}
+
+/// Like [`episode`], with this request for an attempt. Also returns what the engine was asked.
+async fn attempt<T>(
+    request: EpisodeRequest,
+    config: RolloutSection,
+    reply: impl Fn(usize) -> FakeReply + Send + Sync + 'static,
+    work: impl AsyncFnOnce(Worker) -> T,
+) -> (Outcome, T, Vec<FakeRequest>) {
     let offers = Offers::new(Registry::new(GatewayOptions::default()), Duration::from_mins(1));
     let config = RolloutSection { scaffold: Some(Scaffold::Outside), ..config };
     let mut world = world_in(512, &config, reply);
@@ -96,14 +108,15 @@ async fn episode<T>(
     let stop = CancellationToken::new();
     let worker = async { work(Worker::take(address).await).await };
     let episode = async {
-        let report = world.runner.run(request(), &stop).await;
+        let report = world.runner.run(request, &stop).await;
         world.runner.recorded(report.attempt, &report.outcome);
         report.outcome
     };
-    tokio::select! {
+    let (outcome, done) = tokio::select! {
         ended = async { tokio::join!(episode, worker) } => ended,
         () = server.serve(offers.router(), routes, CancellationToken::new()) => panic!("it stopped"),
-    }
+    };
+    (outcome, done, world.engine.requests())
 }
 
 /// The outcome of an episode whose worker does `work`, and the statuses of the replies.
@@ -295,9 +308,54 @@ async fn a_reply_that_was_not_read_over_the_network_is_sent_again() {
         }
         worker.finish(&reward(1.0)).await;
     };
-    let reply = |at: usize| stop(turn_ids(&[bash(&format!("sample-{at}"))]));
+    // The engine numbers the calls of a session, and each sample of a first request has its own.
+    let sampled = AtomicUsize::new(0);
+    let reply = move |_| {
+        let number = sampled.fetch_add(1, Ordering::Relaxed);
+        stop(turn_ids(&[bash(&format!("sample-{number}"))]))
+    };
     let config = RolloutSection { max_turns: Some(100), ..RolloutSection::default() };
     let (outcome, ()) = episode(config, reply, work).await;
     // Six requests, with four replies each.
     assert_eq!(outcome, Outcome::Scored { reward: 1.0 });
+}
+
+#[tokio::test]
+async fn agents_decide_how_their_replies_are_sampled_in_evaluations_alone() {
+    let work = async |worker: Worker| {
+        let openai = worker.taken("openai_path");
+        let tokens = openai.strip_suffix("/v1").unwrap().to_owned() + "/inference/v1/generate";
+        let mut overridden = Vec::new();
+        for (path, body) in [
+            (format!("{openai}/chat/completions"), user("a")),
+            (
+                format!("{openai}/chat/completions"),
+                json!({"temperature": 0.5, "top_p": 0.9, "seed": 3, "messages": [
+                    {"role": "user", "content": "a"}]}),
+            ),
+            (tokens, json!({"token_ids": [1, 2], "sampling_params": {"temperature": 0.25}})),
+        ] {
+            let reply = worker.post(&path, &body).await;
+            assert_eq!(reply.status(), 200, "{path}");
+            let listed = reply.headers().get("x-overridden-fields");
+            overridden.push(listed.map_or("", |listed| listed.to_str().unwrap()).to_owned());
+        }
+        worker.finish(&reward(1.0)).await;
+        overridden
+    };
+    for (id, sampled, overridden) in [
+        (
+            "t000001.02-a01",
+            [(1.0, 1.0); 3],
+            ["", "seed, temperature, top_p", "sampling_params.temperature"],
+        ),
+        ("v00001-00002.00-a01", [(1.0, 1.0), (0.5, 0.9), (0.25, 1.0)], ["", "seed", ""]),
+    ] {
+        let request = EpisodeRequest { attempt: id.parse().unwrap(), ..request() };
+        let reply = |_| stop(turn_ids(&[bash("ls")]));
+        let (_, listed, asked) = attempt(request, RolloutSection::default(), reply, work).await;
+        let found = asked.iter().map(|asked| (asked.sampling.temperature, asked.sampling.top_p));
+        assert_eq!(found.collect::<Vec<_>>(), sampled, "{id}");
+        assert_eq!(listed, overridden, "{id}");
+    }
 }
