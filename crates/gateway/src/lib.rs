@@ -7,7 +7,7 @@
 //! external workers take, run and return. Read `answer.rs` next.
 //!
 //! Invariants: a reply is sent as it was sampled, never shortened or rewritten; equal histories give
-//! equal [`Message`]s in every dialect; a reply that comes back in the next request gives the
+//! equal [`Message`]s in every dialect, but for [`Message::reply`]; a reply that comes back in the next request gives the
 //! message that was sampled; and a [`Receipt`] is handed out only when the client has read the last byte
 //! ([`Unconfirmed`]).
 //!
@@ -36,8 +36,12 @@
 //!   a second result, and a result of a call that the reply before it does not have are refused.
 //! * Arguments of calls keep the client's text and are compared as JSON. Messages carries objects:
 //!   arguments that are not an object are sent as `{"arguments": TEXT}`.
-//! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. The
-//!   `signature` of Messages is constant and ignored; `redacted_thinking` is left out.
+//! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. It names the reply
+//!   that the thinking is of, and so does the `signature` of Messages; either may be missing.
+//!   `redacted_thinking` is left out.
+//! * Responses: `previous_response_id` stands for the messages of an earlier response of the episode, and for
+//!   those that this one continued, without their `instructions`. Responses are kept unless `store` is false.
+//! * A last message of the assistant is refused in Messages, where it would be the beginning of the reply.
 //!
 //! # Fields
 //!

@@ -583,7 +583,8 @@ impl Line {
 
     /// Leaves tokens out of the next prompt where the chat template drops the thinking of the last turn.
     pub(crate) fn fork_last_turn(&mut self, chat: &ChatModel) {
-        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), &chat.input);
+        let role = chat.options.scaffold.observation_role();
+        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), &chat.input, role);
         self.buffer.fork_last_turn(header, thinking);
         if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
             rows.fork(fork.at);

@@ -142,7 +142,7 @@ impl Conversation {
             *state.recognised.entry(Recognition::Ambiguous).or_default() += 1;
         }
         let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools, &tail);
+        let (branch, forked) = self.branch_at(state, place, tools, (ask.past.said(), &tail));
         for cause in place.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }

@@ -344,7 +344,8 @@ impl Conversation {
                 let end = line.buffer.len();
                 let (message, reasoning) = (reply.message.clone(), reply.reasoning.clone());
                 let as_said = Arc::new(Reply { message, reasoning, number: reply.number });
-                target.steps.push(Step::Reply { reply: as_said, end });
+                let tokens = reply.token_ids.len();
+                target.steps.push(Step::Reply { reply: as_said, end, tokens, is_cut: false });
                 target.line = line;
                 state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);

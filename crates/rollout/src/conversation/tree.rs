@@ -151,6 +151,10 @@ pub(crate) enum Step {
         reply: Arc<Reply>,
         /// Number of tokens of the branch up to its end.
         end: usize,
+        /// How many of them are the reply's.
+        tokens: usize,
+        /// Whether its thinking is not among them, because the chat template leaves it out.
+        is_cut: bool,
     },
 }
 
@@ -284,7 +288,7 @@ impl<L> Tree<L> {
 
 impl<L> Branch<L> {
     /// Number of leading steps that are the request's first messages.
-    fn common(&self, said: &[Arc<Said>]) -> usize {
+    pub(super) fn common(&self, said: &[Arc<Said>]) -> usize {
         let pairs = self.steps.iter().zip(said);
         pairs
             .take_while(|(step, said)| match step {
@@ -303,7 +307,7 @@ impl<L> Branch<L> {
         })
     }
 
-    fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
+    pub(super) fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
         // All of the request was said before, and answered or about to be.
         let is_answered = match self.steps.get(common) {
             Some(Step::Reply { .. }) => true,
@@ -330,7 +334,8 @@ mod tests {
     fn reply(text: &str, end: usize) -> Step {
         let message = crate::chat::message("assistant", text);
         let number = u32::try_from(end).unwrap();
-        Step::Reply { reply: Arc::new(Reply { message, reasoning: None, number }), end }
+        let reply = Arc::new(Reply { message, reasoning: None, number });
+        Step::Reply { reply, end, tokens: 5, is_cut: false }
     }
 
     const TOOLS: [u8; 32] = [1; 32];
@@ -467,7 +472,7 @@ mod tests {
         let branches = [("first", 1), ("second", 2), ("third", 3)].map(|(thinking, number)| {
             let (reply, _) = called();
             let reply = Reply { reasoning: Some(thinking.to_owned()), number, ..reply };
-            let reply = Step::Reply { reply: Arc::new(reply), end: 10 };
+            let reply = Step::Reply { reply: Arc::new(reply), end: 10, tokens: 5, is_cut: false };
             let steps = vec![Step::Given(said("user", "u")), reply];
             Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () }
         });
