@@ -171,8 +171,8 @@ async fn only_the_secret_path_leads_to_an_episode_and_only_while_it_lasts() {
 
 /// The document of a reply, or of the last event of one.
 fn document(text: &str) -> Value {
-    let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
-    events.last().map_or_else(
+    let mut events = text.lines().filter_map(|line| line.strip_prefix("data: "));
+    events.next_back().map_or_else(
         || serde_json::from_str(text).unwrap(),
         |last| serde_json::from_str::<Value>(last).unwrap()["response"].clone(),
     )

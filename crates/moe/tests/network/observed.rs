@@ -23,6 +23,9 @@ use tokio_util::sync::CancellationToken;
 /// Bytes of a reply: more than a TLS library reads at once.
 const REPLY: usize = 400 << 10;
 
+/// More than the observer of one connection is told.
+const MOST_TOLD: usize = 16;
+
 /// What an observer was told.
 #[derive(Debug, PartialEq, Eq)]
 enum Told {
@@ -31,29 +34,29 @@ enum Told {
     Dropped,
 }
 
-struct Observer(mpsc::UnboundedSender<Told>);
+struct Observer(mpsc::Sender<Told>);
 
 impl ConnectionObserver for Observer {
     fn requested(&self, extensions: &mut Extensions) {
         extensions.insert("observed");
-        self.0.send(Told::Requested).unwrap();
+        self.0.try_send(Told::Requested).unwrap();
     }
 
     fn all_read(&self) {
-        self.0.send(Told::AllRead).unwrap();
+        self.0.try_send(Told::AllRead).unwrap();
     }
 }
 
 impl Drop for Observer {
     fn drop(&mut self) {
         // The test may be over.
-        self.0.send(Told::Dropped).ok();
+        self.0.try_send(Told::Dropped).ok();
     }
 }
 
 struct Observed {
     address: SocketAddr,
-    told: Mutex<mpsc::UnboundedReceiver<Told>>,
+    told: Mutex<mpsc::Receiver<Told>>,
     _serving: JoinSet<()>,
 }
 
@@ -65,7 +68,7 @@ impl Observed {
     async fn serve_with(options: HttpOptions) -> Self {
         let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
         let address = listener.local_addr().unwrap();
-        let (sender, told) = mpsc::unbounded_channel();
+        let (sender, told) = mpsc::channel(MOST_TOLD);
         let server = HttpServer::new(listener, options).unwrap();
         let server = server.observed_by(move || Arc::new(Observer(sender.clone())));
         let reply = async |axum::Extension(_): axum::Extension<&'static str>| "x".repeat(REPLY);
@@ -108,7 +111,7 @@ impl Observed {
                     client.write_all(request.as_bytes()).await.unwrap();
                     let mut reply = Vec::new();
                     let is_partial = number == requests && !reads_all;
-                    while reply.iter().filter(|&&byte| byte == b'x').count() < REPLY {
+                    while !reply.ends_with(&b"x".repeat(REPLY)) {
                         assert!(client.read_buf(&mut reply).await.unwrap() > 0);
                         if is_partial {
                             break;

@@ -201,10 +201,8 @@ impl Conversation {
             let Step::Reply { end, tokens, is_cut, .. } = step else { continue };
             let (begin, old_end) = (end.checked_sub(*tokens)?, *end);
             let turn = ids.get(begin..old_end)?;
-            let (header, thinking) = match *is_cut {
-                true => (0, 0),
-                false => chat.dropped_tokens(turn, &tools.shown, role),
-            };
+            let (header, thinking) =
+                if *is_cut { (0, 0) } else { chat.dropped_tokens(turn, &tools.shown, role) };
             let is_changed = header + thinking > 0;
             if cut.is_none() && !is_changed {
                 continue;

@@ -264,7 +264,7 @@ impl Connection {
 
 /// The number of the policy's reply that a text has.
 fn number(reply: &str) -> usize {
-    let (_, after) = reply.split_once("sample-").expect(reply);
+    let (_, after) = reply.split_once("sample-").unwrap_or_else(|| panic!("{reply}"));
     after.split(|c: char| !c.is_ascii_digit()).next().unwrap().parse().unwrap()
 }
 
