@@ -5,9 +5,11 @@ use crate::scripted::{ScriptedReply, ScriptedSampler, ScriptedTurn};
 use crate::server::{Server, quick};
 use orchestrate_gateway::SampleError;
 use serde_json::{Value, json};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
+use tokio::sync::Notify;
 
 /// Waits until `is_true`.
 async fn until(mut is_true: impl FnMut() -> bool) {
@@ -19,26 +21,34 @@ async fn until(mut is_true: impl FnMut() -> bool) {
     tokio::time::timeout(Duration::from_mins(1), waiting).await.unwrap();
 }
 
-fn slow(turn: ScriptedTurn) -> ScriptedTurn {
-    ScriptedTurn::After(Duration::from_millis(120), Box::new(turn))
+/// A turn that comes with a permit.
+fn slow(permit: &Arc<Notify>, turn: ScriptedTurn) -> ScriptedTurn {
+    ScriptedTurn::Wait(Arc::clone(permit), Box::new(turn))
 }
 
 #[tokio::test]
 async fn a_slow_reply_begins_with_keep_alives() {
     let reply = ScriptedReply { content: "hello", ..ScriptedReply::default() };
-    let sampler = ScriptedSampler::new(move |_, _| slow(ScriptedTurn::Reply(reply.clone())));
+    let permit = Arc::new(Notify::new());
+    let turn = slow(&permit, ScriptedTurn::Reply(reply));
+    let sampler = ScriptedSampler::new(move |_, _| turn.clone());
     let server = Server::start(sampler.clone(), quick()).await;
     for (path, mut body) in requests() {
         body["stream"] = json!(true);
-        let text = server.post(&format!("/v1/{path}"), &body).await.text().await.unwrap();
+        let mut reply = server.post(&format!("/v1/{path}"), &body).await;
         let (first, keep_alive) = match path {
             "messages" => ("event: ping\n", "event: ping\n"),
             "responses" => ("event: response.created\n", "event: response.in_progress\n"),
             _ => (": keep-alive\n\n", ": keep-alive\n\n"),
         };
+        let mut text = String::new();
+        while text.matches(keep_alive).count() < 3 {
+            text.push_str(std::str::from_utf8(&reply.chunk().await.unwrap().unwrap()).unwrap());
+        }
+        permit.notify_one();
+        text.push_str(&reply.text().await.unwrap());
         assert!(text.starts_with(first), "{text}");
         assert!(text.contains("hello"), "{text}");
-        assert!(text.matches(keep_alive).count() >= 3, "{text}");
         let events = text.lines().filter_map(|line| line.strip_prefix("data: "));
         let events = events.filter_map(|data| serde_json::from_str::<Value>(data).ok());
         let numbers: Vec<u64> =
@@ -55,11 +65,14 @@ async fn a_slow_reply_begins_with_keep_alives() {
 #[tokio::test]
 async fn a_late_error_is_an_event() {
     let turn = ScriptedTurn::Fail(SampleError::Ended("the time is up".into()));
-    let server = Server::start(ScriptedSampler::new(move |_, _| slow(turn.clone())), quick()).await;
+    let permit = Arc::new(Notify::new());
+    let turn = slow(&permit, turn);
+    let server = Server::start(ScriptedSampler::new(move |_, _| turn.clone()), quick()).await;
     for (path, mut body) in requests() {
         body["stream"] = json!(true);
         let reply = server.post(&format!("/v1/{path}"), &body).await;
         assert_eq!(reply.status(), 200);
+        permit.notify_one();
         let text = reply.text().await.unwrap();
         assert!(text.contains("the time is up"), "{text}");
         let end = match path {

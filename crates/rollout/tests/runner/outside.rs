@@ -359,3 +359,40 @@ async fn agents_decide_how_their_replies_are_sampled_in_evaluations_alone() {
         assert_eq!(listed, overridden, "{id}");
     }
 }
+
+#[tokio::test]
+async fn a_reply_is_continued_by_its_signature_and_by_its_id() {
+    let work = async |worker: Worker| {
+        let openai = worker.taken("openai_path").to_owned();
+        let anthropic = openai.strip_suffix("/v1").unwrap().to_owned();
+        let ask = async |path: &str, body: Value| {
+            let reply = worker.post(path, &body).await;
+            assert_eq!(reply.status(), 200);
+            serde_json::from_str::<Value>(&reply.text().await.unwrap()).unwrap()
+        };
+        let user = |text: &str| json!({"role": "user", "content": text});
+        let path = format!("{anthropic}/v1/messages");
+        let request = |messages: &[Value]| json!({"max_tokens": 50, "messages": messages});
+        // Two equal replies to one request.
+        ask(&path, request(&[user("a")])).await;
+        let second = ask(&path, request(&[user("a")])).await;
+        assert_eq!(second["content"][0]["thinking"], "hm");
+        let again = json!({"role": "assistant", "content": second["content"]});
+        ask(&path, request(&[user("a"), again, user("b")])).await;
+
+        let path = format!("{openai}/responses");
+        ask(&path, json!({"input": "c"})).await;
+        let second = ask(&path, json!({"input": "c"})).await;
+        ask(&path, json!({"previous_response_id": second["id"], "input": "d"})).await;
+        worker.finish(&reward(1.0)).await;
+    };
+    let reply = |_| stop(chat().assistant("<think>\nhm\n</think>\n\nDone.", &[]).unwrap());
+    let (outcome, (), asked) = attempt(request(), RolloutSection::default(), reply, work).await;
+    assert_eq!(outcome, Outcome::Scored { reward: 1.0 });
+    let sessions: Vec<&str> = asked.iter().map(|asked| asked.session.as_str()).collect();
+    let [a, b, c, d, e, f] = sessions[..] else { panic!("{sessions:?}") };
+    assert_ne!(a, b);
+    assert_eq!(b, c);
+    assert_ne!(d, e);
+    assert_eq!(e, f);
+}
