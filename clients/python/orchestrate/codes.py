@@ -10,6 +10,7 @@ ATTRIBUTION = {
     "episode_ended": "policy",
     "invalid_request": "environment",
     "thread_unsupported_request": "environment",
+    "previous_response_not_found": "environment",
     "request_too_large": "policy",
     "unsupported_encoding": "environment",
     "invalid_api_key": "environment",

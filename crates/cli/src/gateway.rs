@@ -5,15 +5,21 @@ use crate::config::ConfigError;
 use crate::error::UsageError;
 use crate::output;
 use axum::Json;
+use axum::http::Extensions;
 use axum::response::{IntoResponse as _, Response};
-use orchestrate_gateway::{ErrorCode, GatewayOptions, GatewaySettings, Offers, Registry};
-use orchestrate_moe::http::{Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles};
+use orchestrate_gateway::{
+    ErrorCode, GatewayOptions, GatewaySettings, Offers, Registry, Unconfirmed,
+};
+use orchestrate_moe::http::{
+    ConnectionObserver, Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
+};
 use orchestrate_rollout::{Outside, RolloutSettings};
 use orchestrate_sandbox::{
     Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
 use orchestrate_types::{ConfigProblem, RunId};
 use serde_json::json;
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;
@@ -51,7 +57,7 @@ impl Gateway {
             .await
             .map_err(|source| UsageError::ListenForWorkers { address, source })?;
         let bound = listener.local_addr()?;
-        let server = HttpServer::new(listener, options)?;
+        let server = HttpServer::new(listener, options)?.observed_by(Receipts::open);
         output::say(format!("gateway: workers take episodes at {scheme}://{bound}"));
         let agents = GatewayOptions {
             body_limit: AGENT_BYTES,
@@ -80,6 +86,27 @@ impl Gateway {
             closed.cancel();
         };
         tokio::join!(self.server.serve(self.offers.router(), routes, unserved), close);
+    }
+}
+
+/// The receipts of the replies that one connection has sent.
+#[derive(Default)]
+struct Receipts(Unconfirmed);
+
+impl Receipts {
+    fn open() -> Arc<dyn ConnectionObserver> {
+        Arc::new(Self::default())
+    }
+}
+
+impl ConnectionObserver for Receipts {
+    fn requested(&self, extensions: &mut Extensions) {
+        self.0.confirm();
+        extensions.insert(self.0.clone());
+    }
+
+    fn all_read(&self) {
+        self.0.confirm();
     }
 }
 

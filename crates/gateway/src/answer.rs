@@ -77,6 +77,7 @@ async fn try_sample<W: Wire>(
     let sampling = sampling(episode, request, wire.replies(), sink);
     if !wire.streams() {
         let replies = sampling.await?;
+        wire.store(&envelope, &replies, episode.stored());
         let body = Bytes::from(wire.reply(&envelope, &replies).to_string());
         let body = Body::from_stream(Frames::of(vec![body], replies, connection).stream());
         return Ok(with_headers(body, "application/json", &envelope, overridden));
@@ -123,7 +124,12 @@ async fn read<W: Wire>(
 ) -> Result<(SampleRequest, W), Problem> {
     let (body, repeats) = body_of(options, episode, request).await?;
     let (mut request, wire) = W::parse(&body, purpose)?;
+    wire.recall(&mut request, episode.stored())?;
     request.repeats = repeats;
+    if episode.sampler().honours_sampling() {
+        request.sampling.check("")?;
+        request.overridden.honour_sampling();
+    }
     if request.thinking.is_some_and(|wanted| !episode.sampler().switches_thinking(wanted)) {
         request.overridden.add_thinking();
     }
@@ -314,6 +320,7 @@ impl<W: Wire> Live<W> {
         let problem = match result {
             Ok(replies) if replies.iter().all(|reply| self.sent.is_continued_by_reply(reply)) => {
                 let events = self.wire.events(&self.envelope, &self.sent, &replies);
+                self.wire.store(&self.envelope, &replies, self.episode.stored());
                 let connection = self.connection.clone();
                 return Frames::of(vec![Bytes::from(events.concat())], replies, connection);
             }

@@ -49,6 +49,8 @@ error_codes! {
     InvalidRequest = "invalid_request", ENVIRONMENT;
     /// The request relies on a history that the server keeps.
     ThreadUnsupported = "thread_unsupported_request", ENVIRONMENT;
+    /// The response that the request continues is not stored in this episode.
+    UnknownResponse = "previous_response_not_found", ENVIRONMENT;
     /// The body is larger than any history that fits the context.
     RequestTooLarge = "request_too_large", POLICY;
     /// The body is compressed.

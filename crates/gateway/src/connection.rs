@@ -1,4 +1,5 @@
-//! HTTP over a stream that is not a socket: the connection of an agent in a sandbox.
+//! Which replies of a connection have arrived, and HTTP over a stream that is not a socket: the
+//! connection of an agent in a sandbox.
 //!
 //! A reply that was written is not yet a reply that arrived: the bytes may be in a buffer when the client
 //! closes its end. [`Unconfirmed`] holds the receipts of what a connection has sent until the client
@@ -24,9 +25,13 @@ use tokio::time::timeout;
 /// the reply.
 const CLOSING_TIME: Duration = Duration::from_secs(1);
 
-/// The receipts of replies that a connection has sent, and that its client may not have read.
+/// The receipts of replies that a connection has sent, and that its client may not have read. Dropped with
+/// the connection, those that are left were not delivered.
+///
+/// A server has one per connection, adds it to the extensions of each request, and confirms it when the
+/// next request arrives and when the connection has ended after its client had read everything.
 #[derive(Clone, Debug, Default)]
-pub(crate) struct Unconfirmed(Arc<Mutex<Vec<Receipt>>>);
+pub struct Unconfirmed(Arc<Mutex<Vec<Receipt>>>);
 
 impl Unconfirmed {
     fn receipts(&self) -> MutexGuard<'_, Vec<Receipt>> {
@@ -40,7 +45,7 @@ impl Unconfirmed {
     }
 
     /// The client has read what was sent.
-    fn confirm(&self) {
+    pub fn confirm(&self) {
         self.receipts().drain(..).for_each(Receipt::delivered);
     }
 }

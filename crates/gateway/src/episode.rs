@@ -1,6 +1,7 @@
 //! The episode that a request belongs to.
 
 use crate::problem::{Kind, Problem};
+use crate::responses::StoredResponses;
 use crate::sampler::Sampler;
 use axum::http::{HeaderMap, HeaderValue, header};
 use std::fmt;
@@ -10,6 +11,7 @@ use std::sync::Arc;
 #[derive(Clone)]
 pub(crate) struct Episode {
     sampler: Arc<dyn Sampler>,
+    stored: Arc<StoredResponses>,
     /// The key that clients must send.
     key: Option<Arc<str>>,
 }
@@ -23,11 +25,16 @@ impl fmt::Debug for Episode {
 
 impl Episode {
     pub(crate) fn new(sampler: Arc<dyn Sampler>, key: Option<Arc<str>>) -> Self {
-        Self { sampler, key }
+        Self { sampler, stored: Arc::default(), key }
     }
 
     pub(crate) fn sampler(&self) -> &Arc<dyn Sampler> {
         &self.sampler
+    }
+
+    /// The responses that requests may continue by their ids.
+    pub(crate) fn stored(&self) -> &StoredResponses {
+        &self.stored
     }
 
     /// Checks the key in `authorization` or `x-api-key`, where one is required.

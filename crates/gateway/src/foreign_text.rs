@@ -176,7 +176,8 @@ pub fn check_body(dialect: usize, body: &[u8]) {
 fn parse(dialect: usize, body: &[u8]) -> Result<SampleRequest, Problem> {
     match dialect {
         0 => Chat::parse(body, Purpose::Sample).map(|(request, _)| request),
-        1 => Messages::parse(body, Purpose::Sample).map(|(request, _)| request),
+        // The history may end with a message of the assistant, which is not answered.
+        1 => Messages::parse(body, Purpose::Count).map(|(request, _)| request),
         _ => Responses::parse(body, Purpose::Sample).map(|(request, _)| request),
     }
 }

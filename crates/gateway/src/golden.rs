@@ -29,6 +29,7 @@ pub(crate) fn sampled() -> Sampled {
         logprob: -0.25,
     };
     Sampled {
+        number: 7,
         reasoning: Some("They want a listing.".into()),
         content: "I will list the files of the working directory; é.".into(),
         tool_calls: vec![
@@ -75,7 +76,7 @@ fn stream<W: Wire>(form: &W, reply: Sampled) -> String {
         [("They", ""), ("They want a listing.", ""), ("They want a listing.", "I will")]
     {
         let (reasoning, content) = (reasoning.into(), content.into());
-        let text = SampledText { prompt: 30, reasoning, content };
+        let text = SampledText { prompt: 30, number: 7, reasoning, content };
         let events = form.text(&envelope(), &sent, &text);
         sent.add(events.len(), &text);
         all.extend(events);

@@ -7,9 +7,9 @@
 //! external workers take, run and return. Read `answer.rs` next.
 //!
 //! Invariants: a reply is sent as it was sampled, never shortened or rewritten; equal histories give
-//! equal [`Message`]s in every dialect; a reply that comes back in the next request gives the
-//! message that was sampled; and a [`Receipt`] is handed out only when the connection has taken the
-//! last byte.
+//! equal [`Message`]s in every dialect, but for [`Message::reply`]; a reply that comes back in the next request gives the
+//! message that was sampled; and a [`Receipt`] is handed out only when the client has read the last byte
+//! ([`Unconfirmed`]).
 //!
 //! # Routes
 //!
@@ -36,8 +36,12 @@
 //!   a second result, and a result of a call that the reply before it does not have are refused.
 //! * Arguments of calls keep the client's text and are compared as JSON. Messages carries objects:
 //!   arguments that are not an object are sent as `{"arguments": TEXT}`.
-//! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. The
-//!   `signature` of Messages is constant and ignored; `redacted_thinking` is left out.
+//! * `encrypted_content` of Responses holds the thinking itself, and wins over `summary`. It names the reply
+//!   that the thinking is of, and so does the `signature` of Messages; either may be missing.
+//!   `redacted_thinking` is left out.
+//! * Responses: `previous_response_id` stands for the messages of an earlier response of the episode, and for
+//!   those that this one continued, without their `instructions`. Responses are kept unless `store` is false.
+//! * A last message of the assistant is refused in Messages, where it would be the beginning of the reply.
 //!
 //! # Fields
 //!
@@ -86,6 +90,7 @@ mod fields;
 mod message;
 mod messages;
 mod offers;
+mod opaque;
 mod options;
 mod problem;
 mod registry;
@@ -109,7 +114,7 @@ mod round_trip;
 
 pub use code::ErrorCode;
 pub use config::{GatewaySection, GatewaySettings};
-pub use connection::serve_stream;
+pub use connection::{Unconfirmed, serve_stream};
 pub use dialect::Dialect;
 pub use fields::Overridden;
 #[cfg(any(test, fuzzing))]
@@ -120,7 +125,7 @@ pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;
 pub use sampler::{
-    Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled, SampledToken,
-    SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
+    AskedSampling, Delivery, Finish, Receipt, RoutedExperts, SampleError, SampleRequest, Sampled,
+    SampledToken, SampledTokens, Sampler, TokenRequest, Tool, ToolChoice, Usage,
 };
 pub use text::{SampledText, ShownText, TextSink};

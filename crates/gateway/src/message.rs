@@ -26,6 +26,9 @@ pub struct Message {
     pub content: String,
     /// The model's thinking before the content, where the client sent it back.
     pub reasoning: Option<String>,
+    /// Number of the reply that [`Self::reasoning`] is of, where the client sent back the signature that
+    /// names it.
+    pub reply: Option<u32>,
     /// Calls of an assistant message, in order.
     pub tool_calls: Vec<ToolCall>,
     /// The call that a [`Role::Tool`] message answers.
@@ -41,10 +44,17 @@ impl Message {
             role,
             content: content.into(),
             reasoning: None,
+            reply: None,
             tool_calls: Vec::new(),
             tool_call_id: None,
             name: None,
         }
+    }
+
+    /// Bytes of its texts.
+    pub(crate) fn bytes(&self) -> usize {
+        let calls = self.tool_calls.iter().map(|call| call.name.len() + call.arguments.len());
+        self.content.len() + self.reasoning.as_ref().map_or(0, String::len) + calls.sum::<usize>()
     }
 
     /// The result of the call `id`.
@@ -121,9 +131,10 @@ impl History {
         }
     }
 
-    /// Appends thinking to the assistant message at the end.
-    pub(crate) fn reasoning(&mut self, text: &str) {
+    /// Appends thinking to the assistant message at the end. `reply` is the number in its signature.
+    pub(crate) fn reasoning(&mut self, text: &str, reply: Option<u32>) {
         self.assistant(|message| {
+            message.reply = reply;
             if !text.is_empty() {
                 message.reasoning.get_or_insert_default().push_str(text);
             }

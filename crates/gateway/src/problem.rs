@@ -27,6 +27,8 @@ pub(crate) enum Kind {
     Ended,
     /// The client asks the server to hold the history.
     Thread,
+    /// The response that the request continues is not known.
+    PreviousResponse,
     TooLarge,
     Encoding,
     Key,
@@ -58,7 +60,11 @@ impl Problem {
 
     fn status(&self, dialect: Dialect) -> u16 {
         match self.kind {
-            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Thread => 400,
+            Kind::Invalid
+            | Kind::TooLong { .. }
+            | Kind::Ended
+            | Kind::Thread
+            | Kind::PreviousResponse => 400,
             Kind::Key => 401,
             Kind::Episode | Kind::Route | Kind::Model => 404,
             Kind::Method => 405,
@@ -77,6 +83,7 @@ impl Problem {
             Kind::TooLong { .. } => ErrorCode::ContextFull,
             Kind::Ended => ErrorCode::EpisodeEnded,
             Kind::Thread => ErrorCode::ThreadUnsupported,
+            Kind::PreviousResponse => ErrorCode::UnknownResponse,
             Kind::TooLarge => ErrorCode::RequestTooLarge,
             Kind::Encoding => ErrorCode::EncodingUnsupported,
             Kind::Key => ErrorCode::InvalidKey,
@@ -98,9 +105,12 @@ impl Problem {
 
     fn anthropic_type(&self) -> &'static str {
         match self.kind {
-            Kind::Invalid | Kind::TooLong { .. } | Kind::Ended | Kind::Thread | Kind::Encoding => {
-                "invalid_request_error"
-            }
+            Kind::Invalid
+            | Kind::TooLong { .. }
+            | Kind::Ended
+            | Kind::Thread
+            | Kind::PreviousResponse
+            | Kind::Encoding => "invalid_request_error",
             Kind::Key => "authentication_error",
             Kind::Episode | Kind::Route | Kind::Model | Kind::Method => "not_found_error",
             Kind::TooLarge => "request_too_large",

@@ -44,6 +44,7 @@ fn reply() -> impl Strategy<Value = Sampled> {
             arguments: if name == "patch" { json!({"input": text}).to_string() } else { arguments },
         };
         Sampled {
+            number: 7,
             reasoning,
             content,
             tool_calls: calls.into_iter().enumerate().map(call).collect(),
@@ -63,9 +64,11 @@ fn cuts() -> impl Strategy<Value = Vec<usize>> {
     })
 }
 
-fn message(reply: &Sampled) -> Message {
+/// The message of a reply whose thinking comes back with its signature, or without.
+fn message(reply: &Sampled, is_signed: bool) -> Message {
     Message {
         reasoning: reply.reasoning.clone(),
+        reply: (is_signed && reply.reasoning.is_some()).then_some(reply.number),
         tool_calls: reply.tool_calls.clone(),
         ..Message::new(Role::Assistant, reply.content.clone())
     }
@@ -85,7 +88,8 @@ fn data<W: Wire>(form: &W, reply: &[Sampled], cuts: &[usize]) -> Vec<Value> {
         let content = part(content, end.saturating_sub(reasoning.len()));
         // All of the thinking comes before the text.
         let thought = if content.is_empty() { end } else { reasoning.len() };
-        let text = SampledText { prompt: 0, reasoning: part(reasoning, thought), content };
+        let text =
+            SampledText { prompt: 0, number: 7, reasoning: part(reasoning, thought), content };
         if (text.reasoning.len(), text.content.len()) > (sent.reasoning.len(), sent.content.len()) {
             let new = form.text(&envelope(), &sent, &text);
             sent.add(new.len(), &text);
@@ -106,9 +110,9 @@ fn envelope() -> Envelope {
     Envelope { id: "1".into(), created: 0, model: "policy".into() }
 }
 
-/// The last message of a request.
+/// The last message of a request. It is one of the assistant, so there is nothing to sample.
 fn last<W: Wire>(body: &Value) -> Message {
-    let (request, _) = W::parse(body.to_string().as_bytes(), Purpose::Sample).unwrap();
+    let (request, _) = W::parse(body.to_string().as_bytes(), Purpose::Count).unwrap();
     request.messages.into_iter().next_back().unwrap()
 }
 
@@ -179,7 +183,7 @@ proptest! {
     fn of_chat(reply in reply(), cuts in cuts()) {
         let ask = json!({"role": "user", "content": "a"});
         let form: Chat = parse(&json!({"messages": [ask]}));
-        let expected = message(&reply);
+        let expected = message(&reply, false);
         let replies = [reply];
         let whole = form.reply(&envelope(), &replies)["choices"][0]["message"].clone();
         prop_assert_eq!(&last::<Chat>(&json!({"messages": [ask, whole]})), &expected);
@@ -194,9 +198,9 @@ proptest! {
             {"type": "function", "name": "ls"}, {"type": "custom", "name": "patch"},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]},
         ]);
-        let include = if include { json!(["reasoning.encrypted_content"]) } else { Value::Null };
-        let form: Responses = parse(&json!({"input": [ask], "tools": tools, "include": include}));
-        let expected = message(&reply);
+        let included = if include { json!(["reasoning.encrypted_content"]) } else { Value::Null };
+        let form: Responses = parse(&json!({"input": [ask], "tools": tools, "include": included}));
+        let expected = message(&reply, include);
         let replies = [reply];
         let again = |items: &Value| {
             let mut input = vec![ask.clone()];
@@ -217,7 +221,7 @@ proptest! {
     fn of_messages(reply in reply(), cuts in cuts()) {
         let ask = json!({"role": "user", "content": "a"});
         let form: Messages = parse(&json!({"messages": [ask], "max_tokens": 9}));
-        let expected = message(&reply);
+        let expected = message(&reply, true);
         let replies = [reply];
         let again = |content: &Value| {
             let message = json!({"role": "assistant", "content": content});

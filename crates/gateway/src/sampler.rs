@@ -14,6 +14,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use thiserror::Error;
 use tokio::sync::oneshot;
 
+/// Highest temperature that decides, as in the run's settings.
+const MAX_TEMPERATURE: f32 = 10.0;
+
 /// The conversations of one episode.
 #[async_trait]
 pub trait Sampler: Send + Sync + Debug {
@@ -22,6 +25,11 @@ pub trait Sampler: Send + Sync + Debug {
 
     /// Longest sequence, in tokens.
     fn context(&self) -> usize;
+
+    /// Whether replies are sampled as their requests ask ([`AskedSampling`]): in evaluations.
+    fn honours_sampling(&self) -> bool {
+        false
+    }
 
     /// Whether a request that asks for thinking (`true`) or declines it gets that.
     fn switches_thinking(&self, wanted: bool) -> bool {
@@ -59,7 +67,7 @@ pub trait Sampler: Send + Sync + Debug {
 }
 
 /// A request with a tokenised prompt.
-#[derive(Clone, Debug, PartialEq, Eq)]
+#[derive(Clone, Debug, PartialEq)]
 pub struct TokenRequest {
     /// The whole prompt, `[P]`; never empty.
     pub token_ids: Arc<[u32]>,
@@ -67,6 +75,8 @@ pub struct TokenRequest {
     pub max_tokens: Option<usize>,
     /// Index of the first routing row to return.
     pub rows_from: usize,
+    /// How the client asks for the reply to be sampled.
+    pub sampling: AskedSampling,
     /// Whether the client's library marks this request as a retry.
     pub repeats: bool,
     /// Fields of the request that something else decides.
@@ -118,10 +128,8 @@ pub struct SampleRequest {
     pub max_tokens: Option<usize>,
     /// Strings that end the reply; none is empty.
     pub stop: Vec<String>,
-    /// The client's temperature. The run's settings decide.
-    pub temperature: Option<f32>,
-    /// The client's nucleus. The run's settings decide.
-    pub top_p: Option<f32>,
+    /// How the client asks for the reply to be sampled.
+    pub sampling: AskedSampling,
     /// Whether the client asks for thinking or declines it, if it says so.
     pub thinking: Option<bool>,
     /// Whether the reply lists every sampled token.
@@ -130,6 +138,34 @@ pub struct SampleRequest {
     pub repeats: bool,
     /// Fields of the request that something else decides.
     pub overridden: Overridden,
+}
+
+/// How a client asks for a reply to be sampled. It decides in evaluations; in training the run's settings do.
+#[derive(Clone, Copy, Debug, Default, PartialEq)]
+pub struct AskedSampling {
+    /// Softmax temperature; 0 is greedy.
+    pub temperature: Option<f32>,
+    /// The nucleus, above 0 and at most 1.
+    pub top_p: Option<f32>,
+}
+
+impl AskedSampling {
+    /// Checks the values, which is needed only where they decide. `within` is the path of the object that has
+    /// them, with a dot at its end.
+    pub(crate) fn check(self, within: &str) -> Result<(), Problem> {
+        let problem =
+            |name, expected: &str| Err(Problem::field(format!("{within}{name}"), expected));
+        if self
+            .temperature
+            .is_some_and(|temperature| !(0.0..=MAX_TEMPERATURE).contains(&temperature))
+        {
+            return problem("temperature", &format!("must be between 0 and {MAX_TEMPERATURE}"));
+        }
+        if self.top_p.is_some_and(|top_p| !(top_p > 0.0 && top_p <= 1.0)) {
+            return problem("top_p", "must be above 0 and at most 1; 1 keeps every token");
+        }
+        Ok(())
+    }
 }
 
 /// A tool that the client offers.
@@ -160,6 +196,8 @@ pub enum ToolChoice {
 /// A sampled reply.
 #[derive(Debug)]
 pub struct Sampled {
+    /// Number of the reply among all of the episode, which clients send back with its thinking.
+    pub number: u32,
     /// Thinking, without its markers.
     pub reasoning: Option<String>,
     /// Text for the user.

@@ -16,6 +16,8 @@ pub struct ShownText(watch::Receiver<SampledText>);
 pub struct SampledText {
     /// Tokens of the prompt.
     pub prompt: usize,
+    /// Number of the reply among all of the episode.
+    pub number: u32,
     /// Thinking, without its markers.
     pub reasoning: String,
     /// Text for the user.
@@ -41,14 +43,14 @@ impl TextSink {
         (Self(sender), ShownText(receiver))
     }
 
-    /// Shows all thinking and text of the reply so far, and the number of tokens of its prompt. `false`
-    /// if no one reads it any more.
+    /// Shows all thinking and text of the reply so far, the number of tokens of its prompt, and the reply's
+    /// own number. `false` if no one reads it any more.
     ///
     /// If a later call does not continue what an earlier one showed, the client is sent nothing more
     /// until the reply is complete.
-    pub fn show(&self, prompt: usize, reasoning: &str, content: &str) -> bool {
+    pub fn show(&self, prompt: usize, number: u32, reasoning: &str, content: &str) -> bool {
         self.0.send_if_modified(|text| {
-            text.prompt = prompt;
+            (text.prompt, text.number) = (prompt, number);
             let is_new = text.reasoning != reasoning || text.content != content;
             replace(&mut text.reasoning, reasoning);
             replace(&mut text.content, content);

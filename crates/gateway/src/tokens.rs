@@ -7,7 +7,7 @@ use crate::episode::Episode;
 use crate::fields;
 use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
-use crate::sampler::{Finish, RoutedExperts, SampledTokens, TokenRequest};
+use crate::sampler::{AskedSampling, Finish, RoutedExperts, SampledTokens, TokenRequest};
 use axum::body::Body;
 use axum::extract::{Extension, Request, State};
 use axum::response::Response;
@@ -29,6 +29,8 @@ struct Wanted {
 struct Parameters {
     max_tokens: Option<usize>,
     routed_experts_prompt_start: Option<usize>,
+    temperature: Option<f32>,
+    top_p: Option<f32>,
 }
 
 #[derive(Serialize)]
@@ -103,7 +105,11 @@ async fn try_generate(
 ) -> Result<Response, Problem> {
     let connection = connection_of(&request);
     let (body, repeats) = body_of(options, episode, request).await?;
-    let request = TokenRequest { repeats, ..parse(&body)? };
+    let mut request = TokenRequest { repeats, ..parse(&body)? };
+    if episode.sampler().honours_sampling() {
+        request.sampling.check("sampling_params.")?;
+        request.overridden.honour_sampling();
+    }
     let prompt = Arc::clone(&request.token_ids);
     let overridden = request.overridden.header();
     let sampled = episode.sampler().generate(request).await?;
@@ -126,7 +132,8 @@ pub(crate) fn parse(body: &[u8]) -> Result<TokenRequest, Problem> {
     if token_ids.is_empty() {
         return Err(Problem::field("token_ids", "a prompt has at least one token"));
     }
-    let Parameters { max_tokens, routed_experts_prompt_start } = sampling_params;
+    let Parameters { max_tokens, routed_experts_prompt_start, temperature, top_p } =
+        sampling_params;
     if max_tokens == Some(0) {
         return Err(Problem::field("sampling_params.max_tokens", "must be at least 1"));
     }
@@ -135,6 +142,7 @@ pub(crate) fn parse(body: &[u8]) -> Result<TokenRequest, Problem> {
         token_ids: token_ids.into(),
         max_tokens,
         rows_from,
+        sampling: AskedSampling { temperature, top_p },
         repeats: false,
         overridden,
     })

@@ -2,6 +2,7 @@
 
 use crate::dialect::Dialect;
 use crate::problem::Problem;
+use crate::responses::StoredResponses;
 use crate::sampler::{SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use bytes::Bytes;
@@ -20,6 +21,14 @@ pub(crate) trait Wire: Sized + Send + 'static {
 
     /// Parses a request to sample, or one to count tokens.
     fn parse(body: &[u8], purpose: Purpose) -> Result<(SampleRequest, Self), Problem>;
+
+    /// Completes a request that continues a stored response.
+    fn recall(&self, _: &mut SampleRequest, _: &StoredResponses) -> Result<(), Problem> {
+        Ok(())
+    }
+
+    /// Stores the response, if later requests may continue it.
+    fn store(&self, _: &Envelope, _: &[Sampled], _: &StoredResponses) {}
 
     /// Whether the client asks for an event stream.
     fn streams(&self) -> bool;

@@ -139,7 +139,7 @@ pub(crate) struct ProbedTemplate {
     pub(crate) template: ChatTemplate,
     /// The tools and the switch that it is probed with.
     input: TemplateInput,
-    pub(crate) thinking: ProbedThinking,
+    pub(crate) thinking: Vec<ProbedThinking>,
     system_messages: SystemMessages,
     shown_extras: ShownExtras,
 }

@@ -15,6 +15,7 @@ use orchestrate_engine::{
     CountedPrompt, Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply,
     SampledTokens, Sampling, SessionOpening, TokenListener, TokenPrompt, VersionSpan,
 };
+use orchestrate_gateway::AskedSampling;
 use orchestrate_routing::{MixedRows, RoutingMask};
 use orchestrate_types::{Attribution, ModelShape, PolicyVersion, RequestId, Retry, TokenId};
 use std::ops::Range;
@@ -127,6 +128,8 @@ pub(crate) struct Line {
     tries: u32,
     /// Strings that end a reply: it is cut after the token that completes the first of them.
     pub(crate) stops: Arc<[String]>,
+    /// How an agent asks for its reply to be sampled, where that decides.
+    pub(crate) asked: AskedSampling,
     /// Who is told of tokens while they are sampled.
     pub(crate) listener: Option<Arc<dyn TokenListener>>,
     /// Whether the last stored reply was aborted, so that the next reply continues its turn.
@@ -216,6 +219,7 @@ impl Line {
             version: policy_version,
             tries: 0,
             stops: Arc::default(),
+            asked: AskedSampling::default(),
             listener: None,
             turn_is_open: false,
             counters: Counters::default(),
@@ -250,6 +254,7 @@ impl Line {
             version: self.version,
             tries: 0,
             stops: Arc::default(),
+            asked: AskedSampling::default(),
             listener: None,
             turn_is_open: false,
             counters: Counters::default(),
@@ -268,6 +273,7 @@ impl Line {
             version: self.version,
             tries: self.tries,
             stops: Arc::clone(&self.stops),
+            asked: self.asked,
             listener: None,
             turn_is_open: self.turn_is_open,
             counters: self.counters,
@@ -489,8 +495,8 @@ impl Line {
         let EpisodeRequest { run, attempt, seed, temperature, .. } = calls.request;
         let GenerationId { turn, ordinal, repetition, max_new_tokens } = id;
         let sampling = Sampling {
-            temperature,
-            top_p: calls.plan.top_p,
+            temperature: self.asked.temperature.unwrap_or(temperature),
+            top_p: self.asked.top_p.unwrap_or(calls.plan.top_p),
             max_new_tokens,
             stop_token_ids: calls.chat.stop_token_ids().to_vec(),
             seed: call_seed(seed, turn, ids.len(), repetition),
@@ -577,7 +583,8 @@ impl Line {
 
     /// Leaves tokens out of the next prompt where the chat template drops the thinking of the last turn.
     pub(crate) fn fork_last_turn(&mut self, chat: &ChatModel) {
-        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), &chat.input);
+        let role = chat.options.scaffold.observation_role();
+        let (header, thinking) = chat.dropped_tokens(self.buffer.last_turn(), &chat.input, role);
         self.buffer.fork_last_turn(header, thinking);
         if let (Some(fork), Some(rows)) = (self.buffer.fork(), &mut self.rows) {
             rows.fork(fork.at);

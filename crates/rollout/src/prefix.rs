@@ -5,6 +5,7 @@
 //! too; if they do, the sampled tokens are cut at a [`crate::Fork`] and are never tokenized again.
 
 use crate::chat::{ChatError, ChatErrorKind, ChatModel, message};
+use crate::scaffold::Scaffold;
 use crate::template::TemplateInput;
 use orchestrate_types::TokenId;
 use schemars::JsonSchema;
@@ -36,8 +37,24 @@ pub(crate) enum EarlierThinking {
     Dropped { close: Option<TokenId>, header: usize },
 }
 
-/// Treatment of earlier thinking, or why it is unsupported, by what the prompts ask for.
-pub(crate) type ProbedThinking = Vec<(Option<bool>, Result<EarlierThinking, String>)>;
+/// Treatment of earlier thinking before messages of a role, or why it is unsupported.
+#[derive(Debug, Clone)]
+pub(crate) struct ProbedThinking {
+    /// What the prompts ask for.
+    thinking: Option<bool>,
+    role: &'static str,
+    earlier: Result<EarlierThinking, String>,
+}
+
+/// Roles of the messages that agents send after a reply. Some templates keep thinking before results of
+/// tools, and drop it before a message of the user.
+const TOOL: &str = "tool";
+const USER: &str = "user";
+
+/// The role that decides about the thinking of the replies before new messages.
+pub(crate) fn deciding_role<'a>(mut roles: impl Iterator<Item = &'a str>) -> &'static str {
+    if roles.any(|role| role == USER) { USER } else { TOOL }
+}
 
 /// The question of every probe.
 const QUESTION: &str = "probe question";
@@ -50,6 +67,8 @@ struct Probing<'a> {
     prompt: &'a str,
     /// Its end, if it opens the thinking of the reply, or has opened and closed it; else empty.
     header: &'a str,
+    /// Roles of the messages after the two turns.
+    roles: [&'static str; 2],
 }
 
 /// Two turns that a template is probed with, and how it renders them if it drops their thinking.
@@ -78,17 +97,18 @@ impl ChatModel {
         self.options.thinking.or(wanted).filter(|_| self.switches_thinking())
     }
 
-    /// Treatment of earlier thinking in prompts with this input.
+    /// Treatment of earlier thinking in prompts with this input, before new messages of a role.
     ///
     /// # Errors
     /// If the template rewrites earlier turns in such prompts.
     pub(crate) fn earlier_thinking(
         &self,
         input: &TemplateInput,
+        role: &str,
     ) -> Result<EarlierThinking, ChatError> {
-        let probed = &self.template_for(input).thinking;
-        let known = probed.iter().find(|(known, _)| *known == input.thinking);
-        let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |(_, earlier)| earlier.clone());
+        let mut probed = self.template_for(input).thinking.iter();
+        let known = probed.find(|known| known.thinking == input.thinking && known.role == role);
+        let known = known.map_or_else(|| Ok(EarlierThinking::Kept), |known| known.earlier.clone());
         known.map_err(|problem| self.error(ChatErrorKind::NotAppendOnly(problem)))
     }
 
@@ -100,32 +120,51 @@ impl ChatModel {
     pub(crate) fn probe_thinking(
         &self,
         input: &TemplateInput,
-    ) -> Result<ProbedThinking, ChatErrorKind> {
-        let mut found = vec![(input.thinking, Ok(self.detect_thinking(input)?))];
-        if self.options.thinking.is_none() && self.switches_thinking() {
-            for switch in [true, false] {
-                let input = TemplateInput { thinking: Some(switch), ..input.clone() };
-                let earlier = self.detect_thinking(&input).map_err(|error| error.to_string());
-                found.push((Some(switch), earlier));
+    ) -> Result<Vec<ProbedThinking>, ChatErrorKind> {
+        let mut roles = vec![self.options.scaffold.observation_role()];
+        let is_agents = matches!(self.options.scaffold, Scaffold::Command | Scaffold::Outside);
+        if is_agents && self.options.history == History::Template {
+            roles.push(USER);
+        }
+        let mut found = Vec::new();
+        for role in roles {
+            let thinking = input.thinking;
+            found.push(ProbedThinking {
+                thinking,
+                role,
+                earlier: Ok(self.detect_thinking(input, role)?),
+            });
+            if self.options.thinking.is_none() && self.switches_thinking() {
+                for thinking in [Some(true), Some(false)] {
+                    let input = TemplateInput { thinking, ..input.clone() };
+                    let earlier =
+                        self.detect_thinking(&input, role).map_err(|error| error.to_string());
+                    found.push(ProbedThinking { thinking, role, earlier });
+                }
             }
         }
         Ok(found)
     }
 
-    /// Probes the template with plain turns and, if it mentions thinking, with turns that think.
-    fn detect_thinking(&self, input: &TemplateInput) -> Result<EarlierThinking, ChatErrorKind> {
+    /// Probes the template with plain turns and, if it mentions thinking, with turns that think, each
+    /// before a message of `role`.
+    fn detect_thinking(
+        &self,
+        input: &TemplateInput,
+        role: &'static str,
+    ) -> Result<EarlierThinking, ChatErrorKind> {
         let opening = [message("system", "probe system"), message("user", QUESTION)];
         let prompt = self.render_with(&opening, input)?;
         // What the prompt writes in place of the model: the start of its thinking, or none.
         let (_, reply) = prompt.rsplit_once(QUESTION).unwrap_or_default();
         let header = reply.find(OPEN).or_else(|| reply.find(CLOSE));
         let header = header.and_then(|at| reply.get(at..)).unwrap_or_default();
-        let probe = Probing { input, prompt: &prompt, header };
+        let probe = Probing { input, prompt: &prompt, header, roles: [role; 2] };
         let is_closed = header.contains(CLOSE);
         if header.is_empty() || is_closed {
             let kept = self.check_turns(&PLAIN, false, probe);
             if is_closed && kept.is_err() && self.check_turns(&PLAIN, true, probe).is_ok() {
-                return self.dropped(header);
+                return self.dropped(&PLAIN, probe);
             }
             kept?;
         }
@@ -140,10 +179,20 @@ impl ChatModel {
         if self.check_turns(&THINKING, true, probe).is_err() {
             return kept.map(|()| EarlierThinking::Kept);
         }
-        self.dropped(header)
+        self.dropped(&THINKING, probe)
     }
 
-    fn dropped(&self, header: &str) -> Result<EarlierThinking, ChatErrorKind> {
+    /// What a template does that drops the thinking of the turns of `turns`.
+    fn dropped(
+        &self,
+        turns: &TemplateProbe,
+        probe: Probing<'_>,
+    ) -> Result<EarlierThinking, ChatErrorKind> {
+        let header = probe.header;
+        if self.options.scaffold.observation_role() == TOOL && probe.roles == [USER; 2] {
+            // A message of the user drops it of all turns before, also of those before results of tools.
+            self.check_turns(turns, true, Probing { roles: [TOOL, USER], ..probe })?;
+        }
         let token = |text| self.codec.tokenizer().token_to_id(text);
         if self.options.history == History::Template {
             if token(CLOSE).is_none() {
@@ -158,18 +207,19 @@ impl ChatModel {
     }
 
     /// Checks that the template renders a probe's turns as they are, or without their thinking and the
-    /// header of the prompt, while the conversation grows.
+    /// header of the prompt, while the conversation grows. If different roles follow the turns, the first may
+    /// have been rendered in another way before the second came.
     fn check_turns(
         &self,
         probe: &TemplateProbe,
         drops_thinking: bool,
-        Probing { input, prompt, header }: Probing<'_>,
+        Probing { input, prompt, header, roles }: Probing<'_>,
     ) -> Result<(), ChatErrorKind> {
         let rendered_turns = if drops_thinking { &probe.without_thinking } else { &probe.turns };
-        let role = self.options.scaffold.observation_role();
         let mut messages = vec![message("system", "probe system"), message("user", QUESTION)];
         let mut expected = prompt.to_owned();
-        for (index, (turn, shown)) in probe.turns.iter().zip(rendered_turns).enumerate() {
+        let turns = probe.turns.iter().zip(rendered_turns).zip(roles);
+        for (index, ((turn, shown), role)) in turns.enumerate() {
             let observation = message(role, &format!("probe result {index}"));
             if drops_thinking {
                 expected.truncate(expected.len() - header.len());
@@ -180,7 +230,7 @@ impl ChatModel {
             expected.push_str(&self.text_after_turn(std::slice::from_ref(&observation), input)?);
             messages.extend([message("assistant", turn), observation]);
             let rendered = self.render_with(&messages, input)?;
-            if rendered != expected {
+            if rendered != expected && (index == 1 || roles == [role; 2]) {
                 let differs =
                     rendered.bytes().zip(expected.bytes()).take_while(|(a, b)| a == b).count();
                 return Err(ChatErrorKind::NotAppendOnly(format!(
@@ -195,14 +245,16 @@ impl ChatModel {
     }
 
     /// How many tokens the next prompt drops before the first token of the last turn, and how many
-    /// from there on. `sampled` are the turn's tokens, and `input` is that of its prompt.
+    /// from there on. `sampled` are the turn's tokens, `input` is that of its prompt, and `role` that of the
+    /// messages after it.
     pub(crate) fn dropped_tokens(
         &self,
         sampled: &[TokenId],
         input: &TemplateInput,
+        role: &str,
     ) -> (usize, usize) {
         let (Ok(EarlierThinking::Dropped { close, header }), History::Template) =
-            (self.earlier_thinking(input), self.options.history)
+            (self.earlier_thinking(input, role), self.options.history)
         else {
             return (0, 0);
         };

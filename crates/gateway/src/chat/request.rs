@@ -6,7 +6,7 @@ use crate::dialect::Dialect;
 use crate::fields::{self, CHAT};
 use crate::message::{Message, Role, ToolCall, answered};
 use crate::problem::Problem;
-use crate::sampler::{SampleRequest, Tool, ToolChoice};
+use crate::sampler::{AskedSampling, SampleRequest, Tool, ToolChoice};
 use serde::Deserialize;
 use serde_json::Value;
 
@@ -111,8 +111,7 @@ pub(super) fn parse(bytes: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
         tool_choice,
         max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),
         stop: stop_strings(body.stop, "stop")?,
-        temperature: body.temperature,
-        top_p: body.top_p,
+        sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
         thinking,
         logprobs: form.logprobs != Logprobs::None,
         repeats: false,

@@ -33,8 +33,12 @@ const MAX_PATH: usize = 96;
 pub(crate) enum Treatment {
     /// It is read, and decides.
     Honoured,
+    /// It is read, and decides, with a remark.
+    HonouredAs(&'static str),
     /// It is accepted, and something else decides: why.
     Overridden(&'static str),
+    /// In evaluations it is honoured; in training it is accepted, and something else decides: why.
+    InEvaluations(&'static str),
     /// These values are honoured; others are overridden: why.
     Partly(&'static [&'static str], &'static str),
     /// A value other than null, false, zero and empty ones is refused: why.
@@ -70,6 +74,15 @@ impl Overridden {
     pub(crate) fn header(&self) -> Option<String> {
         let listed: Vec<&str> = self.paths().take(MAX_LISTED).collect();
         (!listed.is_empty()).then(|| listed.join(", "))
+    }
+
+    /// Removes the fields that decide in evaluations.
+    pub(crate) fn honour_sampling(&mut self) {
+        let fields = [CHAT, RESPONSES, MESSAGES, TOKENS].into_iter().flat_map(|table| table.fields);
+        for Field(path, _) in fields.filter(|field| matches!(field.1, Treatment::InEvaluations(_)))
+        {
+            self.0.remove(*path);
+        }
     }
 
     /// Adds that the wish for thinking does not decide.
@@ -144,15 +157,19 @@ impl Found {
             other => values.contains(&other.to_string().as_str()),
         };
         let why = match treatment {
-            Treatment::Honoured => return,
-            Treatment::Overridden(_) | Treatment::Partly(..) if is_unset(value) => return,
+            Treatment::Honoured | Treatment::HonouredAs(_) => return,
+            Treatment::Overridden(_) | Treatment::InEvaluations(_) | Treatment::Partly(..)
+                if is_unset(value) =>
+            {
+                return;
+            }
             Treatment::Refused(_) if is_off(value) => return,
             Treatment::Partly(values, _) | Treatment::Only(values, _) if is_one_of(values) => {
                 return;
             }
             Treatment::Only(..) if value.is_null() => return,
             Treatment::TextFormat(_) if !structured(value) => return,
-            Treatment::Overridden(_) | Treatment::Partly(..) => {
+            Treatment::Overridden(_) | Treatment::InEvaluations(_) | Treatment::Partly(..) => {
                 self.overridden.add(&self.path);
                 return;
             }
@@ -261,7 +278,7 @@ impl<'de> DeserializeSeed<'de> for Walk<'_> {
             return deserializer.deserialize_any(self);
         }
         match self.node.and_then(|node| node.treatment).unwrap_or(self.inherited) {
-            Treatment::Honoured => {
+            Treatment::Honoured | Treatment::HonouredAs(_) => {
                 deserializer.deserialize_ignored_any(IgnoredAny)?;
             }
             treatment => {

@@ -41,7 +41,11 @@ fn section(page: &mut String, table: &Table) {
         };
         let (what, why) = match treatment {
             Treatment::Honoured => ("honoured".to_owned(), ""),
+            Treatment::HonouredAs(remark) => ("honoured".to_owned(), *remark),
             Treatment::Overridden(why) => ("overridden".to_owned(), *why),
+            Treatment::InEvaluations(why) => {
+                ("honoured in evaluations, overridden in training".to_owned(), *why)
+            }
             Treatment::Partly(known, why) => {
                 (format!("{} honoured, others overridden", values(known)), *why)
             }

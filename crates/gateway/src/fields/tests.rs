@@ -22,6 +22,7 @@ fn chat() -> Value {
             "name": "ls", "description": "h", "parameters": {"type": "object"}}}],
         "max_completion_tokens": 7, "max_tokens": 9, "stop": ["END"], "n": 2, "stream": true,
         "stream_options": {"include_usage": true}, "logprobs": true, "top_logprobs": 5,
+        "temperature": 1, "top_p": 1,
     })
 }
 
@@ -32,7 +33,7 @@ fn responses() -> Value {
             {"type": "message", "role": "user", "content": [{"type": "input_text", "text": "a"}]},
             {"type": "reasoning", "summary": [{"type": "summary_text", "text": "b"}]},
             {"type": "message", "role": "assistant", "content": [{"type": "refusal", "refusal": "c"}]},
-            {"type": "reasoning", "summary": [], "encrypted_content": crate::responses::encoded("d")},
+            {"type": "reasoning", "summary": [], "encrypted_content": crate::opaque::encoded(7, "d")},
             {"type": "function_call", "call_id": "c1", "namespace": "n", "name": "ls", "arguments": "{\"f\": 1}"},
             {"type": "custom_tool_call", "call_id": "c2", "name": "patch", "input": "e"},
             {"type": "function_call_output", "call_id": "c1", "output": "g"},
@@ -42,7 +43,7 @@ fn responses() -> Value {
             {"type": "custom", "name": "patch", "format": {"syntax": "lark", "definition": "j"}},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "ls"}]}],
         "max_output_tokens": 7, "stream": true, "include": ["reasoning.encrypted_content"],
-        "metadata": {"k": "v"},
+        "metadata": {"k": "v"}, "previous_response_id": "resp_1", "store": true, "temperature": 1, "top_p": 1,
     })
 }
 
@@ -52,7 +53,7 @@ fn messages() -> Value {
         "messages": [
             {"role": "user", "content": [{"type": "text", "text": "a"}]},
             {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "b", "signature": "s"},
+                {"type": "thinking", "thinking": "b", "signature": crate::opaque::signature(7)},
                 {"type": "tool_use", "id": "c1", "name": "ls", "input": {"f": 1}}]},
             {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "c1", "content": [
                 {"type": "text", "text": "d"}, {"type": "tool_reference", "tool_name": "e"}]}]}],
@@ -60,12 +61,13 @@ fn messages() -> Value {
             {"type": "custom", "name": "ls", "description": "f", "input_schema": {"type": "object"}},
             {"name": "later", "input_schema": {}, "defer_loading": true}],
         "max_tokens": 7, "stop_sequences": ["END"], "stream": true,
-        "thinking": {"type": "disabled"},
+        "thinking": {"type": "disabled"}, "temperature": 1, "top_p": 1,
     })
 }
 
 fn tokens() -> Value {
-    let parameters = json!({"max_tokens": 7, "routed_experts_prompt_start": 3, "n": 1});
+    let parameters = json!({"max_tokens": 7, "routed_experts_prompt_start": 3, "n": 1,
+        "temperature": 1, "top_p": 1});
     json!({"token_ids": [1, 2], "sampling_params": parameters, "stream": false})
 }
 
@@ -183,8 +185,17 @@ fn every_field_of_every_table_is_treated_as_the_table_says() {
             let (listed, refused) = (Ok(vec![(*path).to_owned()]), Err(Some((*path).to_owned())));
             let unlisted = Ok(Vec::new());
             match treatment {
-                Treatment::Honoured => assert_eq!(alone(json!("zzz")), unlisted, "{at}"),
+                Treatment::Honoured | Treatment::HonouredAs(_) => {
+                    assert_eq!(alone(json!("zzz")), unlisted, "{at}");
+                }
                 Treatment::Overridden(_) => assert_eq!(alone(json!("zzz")), listed, "{at}"),
+                Treatment::InEvaluations(_) => {
+                    assert_eq!(alone(json!(0.5)), listed, "{at}");
+                    let body = super::tests::alone(path, json!(0.5)).to_string();
+                    let mut found = check(body.as_bytes(), &table).unwrap();
+                    found.honour_sampling();
+                    assert_eq!(found, Overridden::default(), "{at}");
+                }
                 Treatment::Refused(_) => assert_eq!(alone(json!("zzz")), refused, "{at}"),
                 Treatment::TextFormat(_) => {
                     assert_eq!(alone(json!("zzz")), refused, "{at}");
@@ -225,7 +236,11 @@ fn every_honoured_field_changes_what_a_request_means() {
         let whole = meaning(&body);
         assert!(whole.contains("Request {"), "{}: {whole}", table.name);
         for Field(path, treatment) in table.fields {
-            if *treatment != Treatment::Honoured {
+            let is_honoured = matches!(
+                treatment,
+                Treatment::Honoured | Treatment::HonouredAs(_) | Treatment::InEvaluations(_)
+            );
+            if !is_honoured {
                 continue;
             }
             let matters = |body: &Value| {

@@ -2,6 +2,7 @@
 
 use crate::content::{TextOr, join, only_text};
 use crate::message::{History, Message, Role, ToolCall};
+use crate::opaque::signed;
 use crate::problem::Problem;
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -23,6 +24,7 @@ pub(super) struct Block {
     kind: String,
     text: Option<String>,
     thinking: Option<String>,
+    signature: Option<String>,
     id: Option<String>,
     name: Option<String>,
     input: Option<Value>,
@@ -137,7 +139,10 @@ fn assistant(history: &mut History, content: TextOr<Block>, at: &str) -> Result<
     for (index, block) in blocks.into_iter().enumerate() {
         let at = format!("{at}[{index}]");
         match block.kind.as_str() {
-            "thinking" => history.reasoning(&block.thinking.unwrap_or_default()),
+            "thinking" => {
+                let reply = block.signature.as_deref().and_then(signed);
+                history.reasoning(&block.thinking.unwrap_or_default(), reply);
+            }
             // Made by another server: the model that is served here did not write it.
             "redacted_thinking" => {}
             "tool_use" => {
@@ -173,6 +178,7 @@ impl Block {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::opaque::signature;
     use serde_json::json;
 
     fn history(messages: Value) -> Result<Vec<Message>, Problem> {
@@ -189,7 +195,7 @@ mod tests {
         let found = history(json!([
             {"role": "user", "content": "a"},
             {"role": "assistant", "content": [
-                {"type": "thinking", "thinking": "hm", "signature": "s"},
+                {"type": "thinking", "thinking": "hm", "signature": signature(7)},
                 {"type": "redacted_thinking", "data": "xyz"},
                 {"type": "text", "text": "I look."},
                 {"type": "tool_use", "id": "t1", "name": "ls", "input": {"path": "."}},
@@ -207,6 +213,7 @@ mod tests {
         };
         let assistant = Message {
             reasoning: Some("hm".into()),
+            reply: Some(7),
             tool_calls: vec![call("t1", r#"{"path":"."}"#), call("t2", "{}")],
             ..Message::new(Role::Assistant, "I look.")
         };

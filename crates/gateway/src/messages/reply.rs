@@ -1,25 +1,23 @@
 //! Replies.
 
 use crate::message::ToolCall;
+use crate::opaque::signature;
 use crate::sampler::{Finish, Sampled, Usage};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, event, pieces, pieces_of_rest};
 use bytes::Bytes;
 use serde_json::{Value, json};
 
-/// The signature of every thinking block. Clients keep it and send it back; nothing is verified,
-/// as clients may rewrite a history.
-const SIGNATURE: &str = "b3JjaGVzdHJhdGU=";
-
 /// A block of a reply.
 enum Block<'a> {
-    Thinking(&'a str),
+    /// With the number of its reply.
+    Thinking(&'a str, u32),
     Text(&'a str),
     ToolUse(&'a ToolCall),
 }
 
 fn blocks(reply: &Sampled) -> Vec<Block<'_>> {
-    let thinking = reply.reasoning.iter().map(|text| Block::Thinking(text));
+    let thinking = reply.reasoning.iter().map(|text| Block::Thinking(text, reply.number));
     let text = (!reply.content.is_empty()).then_some(Block::Text(&reply.content));
     thinking.chain(text).chain(reply.tool_calls.iter().map(Block::ToolUse)).collect()
 }
@@ -87,8 +85,8 @@ fn input(call: &ToolCall) -> (String, Value) {
 impl Block<'_> {
     fn whole(&self) -> Value {
         match self {
-            Self::Thinking(text) => {
-                json!({"type": "thinking", "thinking": text, "signature": SIGNATURE})
+            Self::Thinking(text, reply) => {
+                json!({"type": "thinking", "thinking": text, "signature": signature(*reply)})
             }
             Self::Text(text) => json!({"type": "text", "text": text}),
             Self::ToolUse(call) => {
@@ -101,7 +99,7 @@ impl Block<'_> {
     /// The block before its deltas.
     fn opened(&self) -> Value {
         match self {
-            Self::Thinking(_) => json!({"type": "thinking", "thinking": "", "signature": ""}),
+            Self::Thinking(..) => json!({"type": "thinking", "thinking": "", "signature": ""}),
             Self::Text(_) => json!({"type": "text", "text": ""}),
             Self::ToolUse(call) => {
                 json!({"type": "tool_use", "id": call.id, "name": call.name, "input": {}})
@@ -112,8 +110,8 @@ impl Block<'_> {
     /// The deltas of a block. `more` is the part of its text that was not sent yet.
     fn deltas(&self, more: &str) -> Vec<Value> {
         match self {
-            Self::Thinking(_) => {
-                pieces_of_rest(more).map(thinking_delta).chain([signature_delta()]).collect()
+            Self::Thinking(_, reply) => {
+                pieces_of_rest(more).map(thinking_delta).chain([signature_delta(*reply)]).collect()
             }
             Self::Text(_) => pieces_of_rest(more).map(text_delta).collect(),
             Self::ToolUse(call) => {
@@ -131,8 +129,8 @@ fn thinking_delta(piece: &str) -> Value {
     json!({"type": "thinking_delta", "thinking": piece})
 }
 
-fn signature_delta() -> Value {
-    json!({"type": "signature_delta", "signature": SIGNATURE})
+fn signature_delta(reply: u32) -> Value {
+    json!({"type": "signature_delta", "signature": signature(reply)})
 }
 
 fn text_delta(piece: &str) -> Value {
@@ -148,7 +146,7 @@ pub(super) fn text_events(envelope: &Envelope, sent: &Sent, text: &SampledText) 
         (sent.more_reasoning(&text.reasoning), sent.more_content(&text.content));
     if !reasoning.is_empty() {
         if sent.reasoning.is_empty() {
-            out.open(0, &Block::Thinking(""));
+            out.open(0, &Block::Thinking("", text.number));
         }
         pieces(reasoning).for_each(|piece| out.delta(0, &thinking_delta(piece)));
     }
@@ -156,7 +154,7 @@ pub(super) fn text_events(envelope: &Envelope, sent: &Sent, text: &SampledText) 
         let index = usize::from(!text.reasoning.is_empty());
         if sent.content.is_empty() {
             if index > 0 {
-                out.delta(0, &signature_delta());
+                out.delta(0, &signature_delta(text.number));
                 out.close(0);
             }
             out.open(index, &Block::Text(""));
@@ -172,7 +170,7 @@ pub(super) fn events(envelope: &Envelope, sent: &Sent, reply: &Sampled) -> Vec<B
     out.begin(envelope, sent, reply.usage);
     for (index, block) in blocks(reply).iter().enumerate() {
         let (is_open, is_closed, more) = match block {
-            Block::Thinking(text) => {
+            Block::Thinking(text, _) => {
                 let is_open = !sent.reasoning.is_empty();
                 (is_open, is_open && !sent.content.is_empty(), sent.more_reasoning(text))
             }

@@ -7,7 +7,7 @@ use crate::dialect::Dialect;
 use crate::fields::{self, MESSAGES};
 use crate::message::{History, Message, Role, answered};
 use crate::problem::{Kind, Problem};
-use crate::sampler::{SampleRequest, Tool, ToolChoice};
+use crate::sampler::{AskedSampling, SampleRequest, Tool, ToolChoice};
 use crate::wire::Purpose;
 use serde::Deserialize;
 use serde_json::Value;
@@ -71,6 +71,11 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Me
     for (index, message) in body.messages.into_iter().enumerate() {
         history::append(&mut messages, message, &format!("messages[{index}]"))?;
     }
+    if purpose == Purpose::Sample && messages.last_of(Role::Assistant).is_some() {
+        let why = "the conversation must end with a user message: a reply begins where the chat \
+                   template begins it, so it cannot continue a message of the assistant";
+        return Err(Problem::field("messages", why));
+    }
     let tools = tools(body.tools.unwrap_or_default())?;
     let request = SampleRequest {
         dialect: Dialect::Messages,
@@ -79,8 +84,7 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Me
         tools,
         max_tokens,
         stop: stop_strings(body.stop_sequences.map(TextOr::List), "stop_sequences")?,
-        temperature: body.temperature,
-        top_p: body.top_p,
+        sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
         thinking: body.thinking.map(|thinking| thinking.kind != "disabled"),
         logprobs: false,
         repeats: false,

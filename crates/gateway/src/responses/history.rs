@@ -1,9 +1,9 @@
 //! Input items.
 
-use super::opaque::decoded;
 use super::tools::{custom_arguments, flat_name};
 use crate::content::{Part, TextOr, text_of};
 use crate::message::{History, Message, Role, ToolCall};
+use crate::opaque::decoded;
 use crate::problem::Problem;
 use serde::Deserialize;
 use serde_json::Value;
@@ -44,7 +44,7 @@ pub(super) fn append(history: &mut History, item: Item, at: &str) -> Result<(), 
             Ok(())
         }
         "item_reference" => {
-            let why = "the gateway stores no replies; send the item itself";
+            let why = "items are not stored by their ids; send the item itself";
             Err(Problem::unsupported(format!("{at}.type"), "`item_reference`", why))
         }
         kind => {
@@ -78,7 +78,9 @@ fn message(history: &mut History, item: Item, at: &str) -> Result<(), Problem> {
 
 /// Reasoning comes first in a reply: after content or calls it begins the next one.
 fn reasoning(history: &mut History, item: Item, at: &str) -> Result<(), Problem> {
-    let text = match item.encrypted_content.as_deref().and_then(decoded) {
+    let own = item.encrypted_content.as_deref().and_then(decoded);
+    let (reply, own) = own.unzip();
+    let text = match own {
         Some(text) => text,
         None => match text_of(item.content, &format!("{at}.content"), "")? {
             text if text.is_empty() => text_of(item.summary, &format!("{at}.summary"), "\n")?,
@@ -89,7 +91,7 @@ fn reasoning(history: &mut History, item: Item, at: &str) -> Result<(), Problem>
     if history.last_of(Role::Assistant).is_some_and(begun) {
         history.push(Message::new(Role::Assistant, ""));
     }
-    history.reasoning(&text);
+    history.reasoning(&text, reply);
     Ok(())
 }
 
@@ -128,8 +130,8 @@ impl Item {
 
 #[cfg(test)]
 mod tests {
-    use super::super::opaque::encoded;
     use super::*;
+    use crate::opaque::encoded;
     use serde_json::json;
 
     fn history(items: Value) -> Result<Vec<Message>, Problem> {
@@ -148,7 +150,7 @@ mod tests {
             {"type": "message", "id": "m0", "role": "user", "content": [
                 {"type": "input_text", "text": "a"}, {"type": "input_text", "text": "b"}]},
             {"type": "reasoning", "id": "r1", "summary": [{"type": "summary_text", "text": "short"}],
-                "content": null, "encrypted_content": encoded("hm\n é")},
+                "content": null, "encrypted_content": encoded(7, "hm\n é")},
             {"type": "message", "id": "m1", "status": "completed", "role": "assistant",
                 "content": [{"type": "output_text", "text": "I look.", "annotations": []}]},
             {"type": "function_call", "id": "f1", "call_id": "c1", "namespace": "n", "name": "ls",
@@ -169,12 +171,12 @@ mod tests {
         assert_eq!(roles, expected);
         assert_eq!(found[1].content, "a\nb");
         assert_eq!(found[2].reasoning.as_deref(), Some("hm\n é"));
-        assert_eq!(found[2].content, "I look.");
+        assert_eq!((found[2].content.as_str(), found[2].reply), ("I look.", Some(7)));
         let [ls, patch] = found[2].tool_calls.as_slice() else { panic!("two calls") };
         assert_eq!((ls.name.as_str(), ls.arguments.as_str()), ("n__ls", "{ }"));
         assert_eq!(patch.arguments, r#"{"input":"*** x"}"#);
         assert_eq!(found[4], Message::tool("c2", "y"));
-        assert_eq!(found[5].reasoning.as_deref(), Some("so"));
+        assert_eq!((found[5].reasoning.as_deref(), found[5].reply), (Some("so"), None));
         assert_eq!((found[5].content.as_str(), &found[6].reasoning), ("Done.", &None));
     }
 

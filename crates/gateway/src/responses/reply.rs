@@ -1,9 +1,9 @@
 //! Replies: the response object and its output items.
 
-use super::Responses;
-use super::opaque::encoded;
 use super::tools::custom_input;
+use super::{Responses, response_id};
 use crate::message::ToolCall;
+use crate::opaque::encoded;
 use crate::sampler::{Finish, Sampled};
 use crate::wire::Envelope;
 use serde_json::{Map, Value, json};
@@ -11,7 +11,8 @@ use serde_json::{Map, Value, json};
 /// An output item of a reply.
 #[derive(Clone, Copy, Debug)]
 pub(super) enum Output<'a> {
-    Reasoning(&'a str),
+    /// With the number of its reply.
+    Reasoning(&'a str, u32),
     Message(&'a str),
     /// With its position among the calls.
     Call(usize, &'a ToolCall),
@@ -19,7 +20,7 @@ pub(super) enum Output<'a> {
 
 /// The items of a reply: at least one.
 pub(super) fn outputs(reply: &Sampled) -> Vec<Output<'_>> {
-    let reasoning = reply.reasoning.iter().map(|text| Output::Reasoning(text));
+    let reasoning = reply.reasoning.iter().map(|text| Output::Reasoning(text, reply.number));
     let is_shown = !reply.content.is_empty() || reply.tool_calls.is_empty();
     let message = is_shown.then_some(Output::Message(&reply.content));
     let calls = reply.tool_calls.iter().enumerate();
@@ -54,7 +55,7 @@ pub(super) fn response(form: &Responses, envelope: &Envelope, reply: &Sampled) -
 pub(super) fn head(form: &Responses, envelope: &Envelope, status: &str) -> Value {
     let echo = &form.echo;
     json!({
-        "id": format!("resp_{}", envelope.id),
+        "id": response_id(envelope),
         "object": "response",
         "created_at": envelope.created,
         "status": status,
@@ -67,8 +68,8 @@ pub(super) fn head(form: &Responses, envelope: &Envelope, status: &str) -> Value
         "model": envelope.model,
         "output": [],
         "parallel_tool_calls": echo.parallel_tool_calls,
-        "previous_response_id": null,
-        "store": false,
+        "previous_response_id": form.previous,
+        "store": form.stores,
         "temperature": echo.temperature,
         "text": {"format": {"type": "text"}},
         "tool_choice": echo.tool_choice,
@@ -90,7 +91,7 @@ pub(super) fn with<const N: usize>(mut document: Value, fields: [(&str, Value); 
 impl Output<'_> {
     pub(super) fn id(self, form: &Responses, envelope: &Envelope) -> String {
         match self {
-            Self::Reasoning(_) => format!("rs_{}", envelope.id),
+            Self::Reasoning(..) => format!("rs_{}", envelope.id),
             Self::Message(_) => format!("msg_{}", envelope.id),
             Self::Call(at, call) => {
                 let prefix = if form.names.of(&call.name).is_custom { "ctc" } else { "fc" };
@@ -103,11 +104,10 @@ impl Output<'_> {
     pub(super) fn whole(self, form: &Responses, envelope: &Envelope) -> Value {
         let item = self.opened(form, envelope);
         match self {
-            Self::Reasoning(text) => {
-                let opaque =
-                    if form.encrypted_reasoning { json!(encoded(text)) } else { Value::Null };
+            Self::Reasoning(text, reply) => {
+                let opaque = form.encrypted_reasoning.then(|| encoded(reply, text));
                 let summary = json!([{"type": "summary_text", "text": text}]);
-                with(item, [("summary", summary), ("encrypted_content", opaque)])
+                with(item, [("summary", summary), ("encrypted_content", json!(opaque))])
             }
             Self::Message(text) => {
                 with(item, [("status", json!("completed")), ("content", json!([text_part(text)]))])
@@ -123,7 +123,7 @@ impl Output<'_> {
     pub(super) fn opened(self, form: &Responses, envelope: &Envelope) -> Value {
         let id = self.id(form, envelope);
         match self {
-            Self::Reasoning(_) => json!({"id": id, "type": "reasoning", "summary": []}),
+            Self::Reasoning(..) => json!({"id": id, "type": "reasoning", "summary": []}),
             Self::Message(_) => json!({
                 "id": id, "type": "message", "status": "in_progress", "role": "assistant", "content": [],
             }),

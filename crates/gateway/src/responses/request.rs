@@ -8,7 +8,7 @@ use crate::dialect::Dialect;
 use crate::fields::{self, RESPONSES};
 use crate::message::{History, Message, Role, answered};
 use crate::problem::Problem;
-use crate::sampler::SampleRequest;
+use crate::sampler::{AskedSampling, SampleRequest};
 use crate::wire::Purpose;
 use serde::Deserialize;
 use serde_json::{Value, json};
@@ -27,6 +27,8 @@ struct Body {
     top_p: Option<f32>,
     parallel_tool_calls: Option<bool>,
     metadata: Option<Value>,
+    previous_response_id: Option<String>,
+    store: Option<bool>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -48,8 +50,16 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
         metadata: body.metadata.clone().unwrap_or_else(|| json!({})),
         tool_choice: body.tool_choice.clone().unwrap_or_else(|| json!("auto")),
     };
-    let messages = messages(body.instructions, body.input)?;
-    if messages.is_empty() && purpose == Purpose::Sample {
+    let previous = body.previous_response_id.filter(|id| !id.is_empty());
+    let asked = messages(body.input)?;
+    // Results of calls of the response that is continued are put in order once that is known.
+    let asked = if previous.is_some() { asked } else { answered(asked, "input")? };
+    let stores = body.store.unwrap_or(true) && purpose == Purpose::Sample;
+    let kept = if stores { asked.clone() } else { Vec::new() };
+    let instructions = body.instructions.filter(|text| !text.is_empty());
+    let instructions = instructions.map(|text| Message::new(Role::System, text));
+    let messages: Vec<Message> = instructions.into_iter().chain(asked).collect();
+    if messages.is_empty() && previous.is_none() && purpose == Purpose::Sample {
         return Err(Problem::field("input", "must not be empty"));
     }
     let mut tools = Tools::default();
@@ -62,8 +72,7 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
         tools: tools.tools,
         max_tokens,
         stop: Vec::new(),
-        temperature: body.temperature,
-        top_p: body.top_p,
+        sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
         thinking: effort.map(|effort| effort != "none"),
         logprobs: false,
         repeats: false,
@@ -75,20 +84,17 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
         encrypted_reasoning: body
             .include
             .is_some_and(|fields| fields.iter().any(|it| it == encrypted)),
+        previous,
+        stores,
+        asked: kept,
         echo,
         names: tools.names,
     };
     Ok((request, form))
 }
 
-fn messages(
-    instructions: Option<String>,
-    input: Option<TextOr<Item>>,
-) -> Result<Vec<Message>, Problem> {
+fn messages(input: Option<TextOr<Item>>) -> Result<Vec<Message>, Problem> {
     let mut history = History::default();
-    if let Some(instructions) = instructions.filter(|text| !text.is_empty()) {
-        history.push(Message::new(Role::System, instructions));
-    }
     match input {
         None => {}
         Some(TextOr::Text(text)) => history.push(Message::new(Role::User, text)),
@@ -98,7 +104,7 @@ fn messages(
             }
         }
     }
-    answered(history.finish(), "input")
+    Ok(history.finish())
 }
 
 #[cfg(test)]
@@ -122,7 +128,7 @@ mod tests {
         .unwrap();
         assert_eq!(
             items.overridden.header().as_deref(),
-            Some("reasoning.summary, store, text.verbosity, truncation")
+            Some("reasoning.summary, text.verbosity, truncation")
         );
         items.overridden = text.overridden.clone();
         assert_eq!(text, items);
@@ -144,7 +150,6 @@ mod tests {
     #[test]
     fn what_cannot_be_honoured_is_refused_and_named() {
         for (field, value) in [
-            ("previous_response_id", json!("resp_1")),
             ("conversation", json!({"id": "conv_1"})),
             ("background", json!(true)),
             ("prompt", json!({"id": "pmpt_1"})),

@@ -31,7 +31,7 @@ pub(super) fn text_events(
 ) -> Vec<Bytes> {
     let mut out = Sequence { form, envelope, sent: sent.events, events: Vec::new() };
     out.begin();
-    let thinking = Output::Reasoning(&text.reasoning);
+    let thinking = Output::Reasoning(&text.reasoning, text.number);
     let more = sent.more_reasoning(&text.reasoning);
     if !more.is_empty() {
         if sent.reasoning.is_empty() {
@@ -65,7 +65,7 @@ pub(super) fn events(
     out.begin();
     for (index, output) in outputs(reply).into_iter().enumerate() {
         let (is_open, is_closed) = match output {
-            Output::Reasoning(_) => {
+            Output::Reasoning(..) => {
                 let is_open = !sent.reasoning.is_empty();
                 (is_open, is_open && !sent.content.is_empty())
             }
@@ -79,7 +79,7 @@ pub(super) fn events(
             out.open(index, output);
         }
         match output {
-            Output::Reasoning(text) => out.more(index, output, sent.more_reasoning(text)),
+            Output::Reasoning(text, _) => out.more(index, output, sent.more_reasoning(text)),
             Output::Message(text) => out.more(index, output, sent.more_content(text)),
             Output::Call(_, call) => out.more(index, output, &call_text(form, call).1),
         }
@@ -146,7 +146,7 @@ impl Sequence<'_> {
         self.push("response.output_item.added", json!({"output_index": index, "item": item}));
         let place = self.place(index, output);
         match output {
-            Output::Reasoning(_) => {
+            Output::Reasoning(..) => {
                 let added = place.with([summary_index(), ("part", summary_part(""))]);
                 self.push("response.reasoning_summary_part.added", added);
             }
@@ -162,7 +162,7 @@ impl Sequence<'_> {
     fn more(&mut self, index: usize, output: Output<'_>, text: &str) {
         let place = self.place(index, output);
         match output {
-            Output::Reasoning(_) => {
+            Output::Reasoning(..) => {
                 self.deltas(&place, "response.reasoning_summary_text", text, [summary_index()]);
             }
             Output::Message(_) => {
@@ -180,7 +180,7 @@ impl Sequence<'_> {
     fn close(&mut self, index: usize, output: Output<'_>) {
         let place = self.place(index, output);
         match output {
-            Output::Reasoning(text) => {
+            Output::Reasoning(text, _) => {
                 let done = place.with([summary_index(), ("text", json!(text))]);
                 self.push("response.reasoning_summary_text.done", done);
                 let done = place.with([summary_index(), ("part", summary_part(text))]);

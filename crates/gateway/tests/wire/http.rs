@@ -1,9 +1,10 @@
 //! Routes, statuses and keys.
 
-use crate::scripted::{ScriptedSampler, ScriptedTurn};
+use crate::scripted::{ScriptedReply, ScriptedSampler, ScriptedTurn};
 use crate::server::{Server, quick};
-use orchestrate_gateway::{GatewayOptions, SampleError};
+use orchestrate_gateway::{GatewayOptions, Role, SampleError};
 use serde_json::{Value, json};
+use std::sync::Arc;
 use tokio::io::{AsyncReadExt as _, AsyncWriteExt as _};
 use tokio::net::TcpStream;
 
@@ -166,4 +167,147 @@ async fn only_the_secret_path_leads_to_an_episode_and_only_while_it_lasts() {
     assert!(registry.is_empty());
     let gone = client.post(&url).header("x-api-key", &secret).json(body).send().await;
     assert_eq!(gone.unwrap().status(), 404);
+}
+
+/// The document of a reply, or of the last event of one.
+fn document(text: &str) -> Value {
+    let mut events = text.lines().filter_map(|line| line.strip_prefix("data: "));
+    events.next_back().map_or_else(
+        || serde_json::from_str(text).unwrap(),
+        |last| serde_json::from_str::<Value>(last).unwrap()["response"].clone(),
+    )
+}
+
+#[tokio::test]
+async fn a_response_is_continued_by_its_id() {
+    let calls = ScriptedReply {
+        reasoning: Some("hm"),
+        calls: vec![("ls", "{}".into())],
+        ..ScriptedReply::default()
+    };
+    let sampler = ScriptedSampler::new(move |_, _| ScriptedTurn::Reply(calls.clone()));
+    let server = Server::start(Arc::clone(&sampler), quick()).await;
+    let ask = async |body: &Value| {
+        let reply = server.post("/v1/responses", body).await;
+        assert_eq!(reply.status(), 200, "{body}");
+        document(&reply.text().await.unwrap())
+    };
+    for stream in [false, true] {
+        let first = ask(&json!({"input": "a", "instructions": "x", "stream": stream})).await;
+        assert_eq!((&first["store"], &first["previous_response_id"]), (&json!(true), &Value::Null));
+        let result = |of: &Value, text: &str| {
+            let call = of["output"].as_array().unwrap().last().unwrap()["call_id"].clone();
+            json!({"type": "function_call_output", "call_id": call, "output": text})
+        };
+        let asked = [result(&first, "b")];
+        let second = ask(&json!({
+            "previous_response_id": first["id"], "input": asked, "stream": stream,
+        }))
+        .await;
+        assert_eq!(second["previous_response_id"], first["id"]);
+        let third = json!({
+            "previous_response_id": second["id"], "instructions": "y",
+            "input": [result(&second, "c"), {"role": "user", "content": "d"}],
+        });
+        let counted = server.post("/v1/responses/input_tokens", &third).await;
+        assert_eq!(counted.json::<Value>().await.unwrap()["input_tokens"], 5);
+        let third = ask(&third).await;
+        assert_eq!(third["status"], "completed");
+        let requests = sampler.requests();
+        let last = &requests.last().unwrap().messages;
+        let texts: Vec<(Role, &str)> =
+            last.iter().map(|message| (message.role, message.content.as_str())).collect();
+        let (user, assistant, tool) = (Role::User, Role::Assistant, Role::Tool);
+        // The instructions of earlier requests do not apply.
+        let expected = [
+            (Role::System, "y"),
+            (user, "a"),
+            (assistant, ""),
+            (tool, "b"),
+            (assistant, ""),
+            (tool, "c"),
+            (user, "d"),
+        ];
+        assert_eq!(texts, expected);
+        assert_eq!((last[2].reasoning.as_deref(), last[2].reply), (Some("hm"), Some(7)));
+        // Two requests may continue one response.
+        let other = ask(&json!({"previous_response_id": first["id"], "input": asked})).await;
+        assert_ne!(other["id"], second["id"]);
+    }
+}
+
+#[tokio::test]
+async fn a_response_that_is_not_stored_is_not_found() {
+    let server = Server::start(ScriptedSampler::writing("hello"), quick()).await;
+    let other = server.registry.register(ScriptedSampler::writing("hello"));
+    let ask = async |path: &str, body: &Value| {
+        let url = format!("http://{}{path}/v1/responses", server.address);
+        let reply = server.client().post(url).json(body).send().await.unwrap();
+        (reply.status().as_u16(), reply.json::<Value>().await.unwrap())
+    };
+    let path = server.episode.path();
+    let (_, unstored) = ask(&path, &json!({"input": "a", "store": false})).await;
+    assert_eq!(unstored["store"], false);
+    let (_, elsewhere) = ask(&other.path(), &json!({"input": "a"})).await;
+    for id in [&unstored["id"], &elsewhere["id"], &json!("resp_1")] {
+        for stream in [false, true] {
+            let body = json!({"previous_response_id": id, "input": "b", "stream": stream});
+            let (status, error) = ask(&path, &body).await;
+            assert_eq!(status, 400);
+            assert_eq!(error["error"]["code"], "previous_response_not_found");
+            assert_eq!(error["error"]["param"], "previous_response_id");
+        }
+    }
+    let (status, _) = ask(&path, &json!({"previous_response_id": "", "input": "b"})).await;
+    assert_eq!(status, 200);
+}
+
+#[tokio::test]
+async fn what_a_last_message_of_the_assistant_means_is_the_dialects() {
+    let sampler = ScriptedSampler::writing("hello");
+    let server = Server::start(Arc::clone(&sampler), quick()).await;
+    for (path, mut body) in requests() {
+        let field = if path == "responses" { "input" } else { "messages" };
+        body[field] =
+            json!([{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]);
+        let reply = server.post(&format!("/v1/{path}"), &body).await;
+        if path == "messages" {
+            // Here it would be a prefill.
+            assert_eq!(reply.status(), 400);
+            let error: Value = reply.json().await.unwrap();
+            let message = error["error"]["message"].as_str().unwrap();
+            assert!(message.contains("must end with a user message"), "{message}");
+            let counted = server.post("/v1/messages/count_tokens", &body).await;
+            assert_eq!(counted.json::<Value>().await.unwrap()["input_tokens"], 2);
+            continue;
+        }
+        // Here the reply is another message.
+        assert_eq!(reply.status(), 200, "{path}");
+        let requests = sampler.requests();
+        let last = requests.last().unwrap().messages.last().unwrap();
+        assert_eq!((last.role, last.content.as_str()), (Role::Assistant, "b"), "{path}");
+    }
+}
+
+#[tokio::test]
+async fn the_clients_sampling_decides_in_evaluations() {
+    let server = Server::start(ScriptedSampler::evaluating("hello"), quick()).await;
+    for (path, plain) in requests() {
+        let ask = async |fields: Value| {
+            let mut body = plain.clone();
+            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            server.post(&format!("/v1/{path}"), &body).await
+        };
+        let reply = ask(json!({"temperature": 0.5, "top_p": 0.9, "seed": 3})).await;
+        assert_eq!(reply.status(), 200, "{path}");
+        assert_eq!(reply.headers()["x-overridden-fields"], "seed", "{path}");
+        for (field, value) in
+            [("temperature", -0.5), ("temperature", 11.0), ("top_p", 0.0), ("top_p", 1.5)]
+        {
+            let reply = ask(json!({ field: value })).await;
+            assert_eq!(reply.status(), 400, "{path} {field} {value}");
+            let error: Value = reply.json().await.unwrap();
+            assert!(error["error"]["message"].as_str().unwrap().starts_with(field), "{error}");
+        }
+    }
 }

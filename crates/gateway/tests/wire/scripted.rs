@@ -41,6 +41,9 @@ pub(crate) struct ScriptedReply {
     pub(crate) finish: Option<Finish>,
 }
 
+/// Number of every reply.
+const NUMBER: u32 = 7;
+
 /// Maximum number of recorded tokens of a text.
 const MAX_TOKENS: usize = 1000;
 
@@ -50,6 +53,8 @@ type Script = dyn Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync;
 /// tokens, and every character is a token.
 pub(crate) struct ScriptedSampler {
     script: Box<Script>,
+    /// Whether it samples as requests ask.
+    evaluates: bool,
     requests: Mutex<Vec<Arc<SampleRequest>>>,
     deliveries: Mutex<Vec<Delivery>>,
     calls: AtomicUsize,
@@ -69,13 +74,27 @@ impl ScriptedSampler {
     pub(crate) fn new(
         script: impl Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync + 'static,
     ) -> Arc<Self> {
-        Arc::new(Self {
+        Arc::new(Self::evaluated(false, script))
+    }
+
+    fn evaluated(
+        evaluates: bool,
+        script: impl Fn(&SampleRequest, usize) -> ScriptedTurn + Send + Sync + 'static,
+    ) -> Self {
+        Self {
             script: Box::new(script),
+            evaluates,
             requests: Mutex::default(),
             deliveries: Mutex::default(),
             calls: AtomicUsize::new(0),
             dropped: Arc::default(),
-        })
+        }
+    }
+
+    /// A sampler of an evaluation that always writes the same text.
+    pub(crate) fn evaluating(content: &'static str) -> Arc<Self> {
+        let reply = ScriptedReply { content, ..ScriptedReply::default() };
+        Arc::new(Self::evaluated(true, move |_, _| ScriptedTurn::Reply(reply.clone())))
     }
 
     /// A sampler that always writes the same text.
@@ -129,6 +148,7 @@ impl ScriptedSampler {
         let (receipt, delivery) = Receipt::new();
         self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
         Sampled {
+            number: NUMBER,
             reasoning: reply.reasoning.map(str::to_owned),
             content: reply.content.to_owned(),
             tool_calls,
@@ -159,6 +179,10 @@ impl Sampler for ScriptedSampler {
         4096
     }
 
+    fn honours_sampling(&self) -> bool {
+        self.evaluates
+    }
+
     async fn sample(
         &self,
         request: &Arc<SampleRequest>,
@@ -175,7 +199,7 @@ impl Sampler for ScriptedSampler {
                 ScriptedTurn::Hang => std::future::pending().await,
                 ScriptedTurn::Show(reasoning, content, next) => {
                     if let Some(text) = &text {
-                        text.show(length(request), reasoning, content);
+                        text.show(length(request), NUMBER, reasoning, content);
                     }
                     *next
                 }

@@ -1,16 +1,24 @@
 //! Accepts connections: a bounded number, plain or with TLS, with a limit on the time of headers.
 
+use super::closing::{ConnectionObserver, Socket, close};
 use super::guard::{Routes, guarded};
 use super::options::{HttpLimits, HttpOptions, HttpSetupError};
-use super::tls;
+use super::tls::{self, TlsSocket};
 use axum::Router;
+use axum::extract::Request;
+use axum::http::Version;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service as _, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
+use std::future::poll_fn;
 use std::net::SocketAddr;
-use std::pin::pin;
+use std::pin::Pin;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::Duration;
-use tokio::io::{AsyncRead, AsyncWrite};
+use tokio::io::AsyncWriteExt as _;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::task::JoinSet;
 use tokio::time::timeout;
@@ -36,7 +44,11 @@ pub struct HttpServer {
     address: SocketAddr,
     options: HttpOptions,
     tls: Option<TlsAcceptor>,
+    observer: Option<OpenObserver>,
 }
+
+/// Begins to observe a connection.
+type OpenObserver = Arc<dyn Fn() -> Arc<dyn ConnectionObserver> + Send + Sync>;
 
 impl std::fmt::Debug for HttpServer {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
@@ -54,7 +66,17 @@ impl HttpServer {
         let address = listener.local_addr().map_err(HttpSetupError::Address)?;
         options.check(address)?;
         let tls = options.tls.as_ref().map(tls::acceptor).transpose()?;
-        Ok(Self { listener, address, options, tls })
+        Ok(Self { listener, address, options, tls, observer: None })
+    }
+
+    /// Has each connection observed. Replies are then followed to their end: a connection stays open until
+    /// its client has closed it, or for a second.
+    #[must_use]
+    pub fn observed_by(
+        self,
+        observer: impl Fn() -> Arc<dyn ConnectionObserver> + Send + Sync + 'static,
+    ) -> Self {
+        Self { observer: Some(Arc::new(observer)), ..self }
     }
 
     /// Serves an application until `stop` is cancelled and its connections have ended.
@@ -76,7 +98,9 @@ impl HttpServer {
                 }
                 Ok((stream, _)) => {
                     let (app, tls, stop) = (app.clone(), self.tls.clone(), stop.clone());
-                    connections.spawn(connection(stream, tls, app, limits, stop));
+                    let observer = self.observer.as_ref().map(|open| open());
+                    let served = Served { app, observer, limits, stop };
+                    connections.spawn(connection(stream, tls, served));
                 }
                 Err(error) => {
                     tracing::warn!(%error, "a connection could not be accepted");
@@ -101,47 +125,74 @@ fn refuse(stream: &TcpStream, tls: bool) {
     tracing::debug!("connection refused: too many are open");
 }
 
-async fn connection(
-    stream: TcpStream,
-    tls: Option<TlsAcceptor>,
+/// What a connection is served with.
+struct Served {
     app: Router,
+    observer: Option<Arc<dyn ConnectionObserver>>,
     limits: HttpLimits,
     stop: CancellationToken,
-) {
+}
+
+async fn connection(stream: TcpStream, tls: Option<TlsAcceptor>, served: Served) {
     // Replies are small; Nagle's algorithm would only delay them.
     stream.set_nodelay(true).ok();
-    let Some(tls) = tls else { return exchange(stream, app, limits, stop).await };
-    match timeout(limits.header_time, tls.accept(stream)).await {
-        Ok(Ok(stream)) => Box::pin(exchange(stream, app, limits, stop)).await,
+    let Some(tls) = tls else { return served.exchange(stream).await };
+    match timeout(served.limits.header_time, tls.accept(stream)).await {
+        Ok(Ok(stream)) => Box::pin(served.exchange(TlsSocket(stream))).await,
         Ok(Err(error)) => tracing::debug!(%error, "TLS handshake failed"),
         Err(_) => tracing::debug!("TLS handshake did not end in time"),
     }
 }
 
-/// Serves the requests of one connection.
-async fn exchange<S: AsyncRead + AsyncWrite + Unpin + Send + 'static>(
-    stream: S,
-    app: Router,
-    limits: HttpLimits,
-    stop: CancellationToken,
-) {
-    let connection = http1::Builder::new()
-        .timer(TokioTimer::new())
-        .header_read_timeout(limits.header_time)
-        .max_buf_size(READ_BUFFER)
-        .max_headers(MAX_HEADERS)
-        .serve_connection(TokioIo::new(stream), TowerToHyperService::new(app));
-    let mut connection = pin!(connection);
-    // The connection is polled again after the token is cancelled.
-    let ended = tokio::select! {
-        biased;
-        ended = connection.as_mut() => ended,
-        () = stop.cancelled() => {
-            connection.as_mut().graceful_shutdown();
-            connection.await
+impl Served {
+    /// Serves the requests of one connection.
+    async fn exchange<S: Socket>(self, stream: S) {
+        let Self { app, observer, limits, stop } = self;
+        let ends_reply = Arc::new(AtomicBool::new(false));
+        let app = TowerToHyperService::new(app);
+        let service = {
+            let (observer, ends_reply) = (observer.clone(), Arc::clone(&ends_reply));
+            service_fn(move |mut request: Request<Incoming>| {
+                ends_reply.store(request.version() == Version::HTTP_10, Ordering::Relaxed);
+                if let Some(observer) = &observer {
+                    observer.requested(request.extensions_mut());
+                }
+                Box::pin(app.call(request))
+            })
+        };
+        let mut connection = http1::Builder::new()
+            .timer(TokioTimer::new())
+            .header_read_timeout(limits.header_time)
+            .max_buf_size(READ_BUFFER)
+            .max_headers(MAX_HEADERS)
+            .serve_connection(TokioIo::new(stream), service);
+        let mut is_stopping = false;
+        let ended = loop {
+            tokio::select! {
+                biased;
+                ended = poll_fn(|context| connection.poll_without_shutdown(context)) => break ended,
+                () = stop.cancelled(), if !is_stopping => {}
+            }
+            is_stopping = true;
+            Pin::new(&mut connection).graceful_shutdown();
+        };
+        // A client that sends no other request in time has had more than enough time to read its replies.
+        if let Err(error) =
+            ended.or_else(|error| if error.is_timeout() { Ok(()) } else { Err(error) })
+        {
+            tracing::debug!(%error, "connection ended early");
+            return;
         }
-    };
-    if let Err(error) = ended {
-        tracing::debug!(%error, "connection ended early");
+        let mut stream = connection.into_parts().io.into_inner();
+        let closed = match observer {
+            None => stream.shutdown().await,
+            Some(observer) => {
+                let closed = close(stream, ends_reply.load(Ordering::Relaxed)).await;
+                closed.inspect(|()| observer.all_read())
+            }
+        };
+        if let Err(error) = closed {
+            tracing::debug!(%error, "connection ended early");
+        }
     }
 }

@@ -4,9 +4,11 @@
 //! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones
 //! with `tls`, and bounds their number and the time of their headers. `guard` then checks every
 //! request before a handler sees it: host, origin, token, content type, and the size and time of
-//! the body. [`AllowedFolders`] bounds which folders a request may name.
+//! the body. [`AllowedFolders`] bounds which folders a request may name. A [`ConnectionObserver`]
+//! is told when a client has read its replies.
 
 mod body;
+mod closing;
 mod connections;
 mod denial;
 mod folders;
@@ -15,6 +17,7 @@ mod hosts;
 mod options;
 mod tls;
 
+pub use closing::ConnectionObserver;
 pub use connections::HttpServer;
 pub use denial::Denial;
 pub use folders::{AllowedFolders, NotAllowed};

@@ -1,14 +1,76 @@
 //! TLS of a server: rustls with the files of [`TlsFiles`].
 
+use super::closing::Socket;
 use super::options::{HttpSetupError, TlsFiles};
 use camino::Utf8Path;
+use std::io;
+use std::pin::Pin;
 use std::sync::Arc;
+use std::task::{Context, Poll};
+use tokio::io::{AsyncRead, AsyncWrite, ReadBuf};
+use tokio::net::TcpStream;
 use tokio_rustls::TlsAcceptor;
 use tokio_rustls::rustls::pki_types::pem::PemObject;
 use tokio_rustls::rustls::pki_types::{CertificateDer, PrivateKeyDer};
 use tokio_rustls::rustls::server::WebPkiClientVerifier;
 use tokio_rustls::rustls::server::danger::ClientCertVerifier;
 use tokio_rustls::rustls::{RootCertStore, ServerConfig, crypto};
+use tokio_rustls::server::TlsStream;
+
+/// A TLS connection. Many clients end theirs without saying so in TLS; that is an end like any other, because
+/// HTTP tells where a request ends.
+pub(super) struct TlsSocket(pub(super) TlsStream<TcpStream>);
+
+impl Socket for TlsSocket {
+    const ENDS_FIRST: bool = false;
+
+    fn tcp(&mut self) -> &mut TcpStream {
+        self.0.get_mut().0
+    }
+}
+
+impl AsyncRead for TlsSocket {
+    fn poll_read(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        buffer: &mut ReadBuf<'_>,
+    ) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_read(context, buffer).map(|read| match read {
+            Err(error) if error.kind() == io::ErrorKind::UnexpectedEof => Ok(()),
+            other => other,
+        })
+    }
+}
+
+impl AsyncWrite for TlsSocket {
+    fn poll_write(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        bytes: &[u8],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write(context, bytes)
+    }
+
+    fn poll_write_vectored(
+        mut self: Pin<&mut Self>,
+        context: &mut Context<'_>,
+        slices: &[io::IoSlice<'_>],
+    ) -> Poll<io::Result<usize>> {
+        Pin::new(&mut self.0).poll_write_vectored(context, slices)
+    }
+
+    fn is_write_vectored(&self) -> bool {
+        self.0.is_write_vectored()
+    }
+
+    fn poll_flush(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_flush(context)
+    }
+
+    fn poll_shutdown(mut self: Pin<&mut Self>, context: &mut Context<'_>) -> Poll<io::Result<()>> {
+        Pin::new(&mut self.0).poll_shutdown(context)
+    }
+}
 
 /// Reads the files and builds what accepts TLS connections.
 ///

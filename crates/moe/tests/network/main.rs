@@ -3,6 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
 
 mod memory;
+mod observed;
 mod paths;
 mod requests;
 mod server;

@@ -8,8 +8,8 @@ use crate::template::ShownExtras;
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
-    ErrorCode, Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled, SampledTokens,
-    Sampler, TextSink, TokenRequest, ToolChoice,
+    AskedSampling, ErrorCode, Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled,
+    SampledTokens, Sampler, TextSink, TokenRequest, ToolChoice,
 };
 use orchestrate_routing::RoutingMask;
 use serde_json::{Value, json};
@@ -56,6 +56,10 @@ impl Sampler for ConversationSampler {
         self.conversation.context()
     }
 
+    fn honours_sampling(&self) -> bool {
+        self.conversation.honours_sampling()
+    }
+
     fn switches_thinking(&self, wanted: bool) -> bool {
         self.conversation.chat().thinking_for(Some(wanted)) == Some(wanted)
     }
@@ -87,11 +91,13 @@ impl Sampler for ConversationSampler {
             return Err(SampleError::Refused(problem.to_owned()));
         }
         let _place = self.place().await?;
-        let TokenRequest { token_ids, max_tokens, rows_from, repeats, overridden } = request;
+        let TokenRequest { token_ids, max_tokens, rows_from, sampling, repeats, overridden } =
+            request;
         let ask = Arc::new(Ask {
             past: Past::Tokens(token_ids),
             max_tokens,
             stops: Arc::default(),
+            sampling: self.honoured(sampling),
             sample: 0,
             repeats,
             overridden: overridden.paths().map(str::to_owned).collect(),
@@ -130,6 +136,11 @@ impl ConversationSampler {
         self.places.acquire().await.map_err(|error| SampleError::Failed(error.to_string()))
     }
 
+    /// What decides of how a client asks for its reply to be sampled.
+    fn honoured(&self, asked: AskedSampling) -> AskedSampling {
+        if self.honours_sampling() { asked } else { AskedSampling::default() }
+    }
+
     /// A request in the form that the conversation compares and renders.
     fn ask(&self, request: &SampleRequest, sample: usize) -> Arc<Ask> {
         let offered = match &request.tool_choice {
@@ -147,6 +158,7 @@ impl ConversationSampler {
             },
             max_tokens: request.max_tokens,
             stops: request.stop.clone().into(),
+            sampling: self.honoured(request.sampling),
             sample,
             repeats: request.repeats,
             overridden: request.overridden.paths().map(str::to_owned).collect(),
@@ -194,6 +206,7 @@ impl ConversationSampler {
             Finish::Stop => gateway::Finish::ToolCalls,
         };
         Sampled {
+            number: reply.number,
             reasoning: reply.reasoning.clone(),
             content: reply.message.content.clone(),
             tool_calls,
@@ -261,6 +274,7 @@ fn said(message: &gateway::Message) -> Said {
         Action { name: call.name.clone(), arguments }
     });
     let reasoning = message.reasoning.clone();
+    let reply = message.reply;
     let call_ids = message.tool_calls.iter().map(|call| call.id.clone()).collect();
     let message = Message {
         role: role.to_owned(),
@@ -268,5 +282,5 @@ fn said(message: &gateway::Message) -> Said {
         tool_calls: calls.collect(),
         extra: MessageExtra::default(),
     };
-    Said { message, reasoning, call_ids }
+    Said { message, reasoning, reply, call_ids }
 }

@@ -2,6 +2,7 @@
 
 use super::tree::Said;
 use crate::api::{Message, MessageExtra};
+use orchestrate_gateway::AskedSampling;
 use orchestrate_types::TokenId;
 use std::sync::Arc;
 
@@ -60,6 +61,8 @@ pub(crate) struct Ask {
     pub(crate) max_tokens: Option<usize>,
     /// Strings that end the reply; none is empty.
     pub(crate) stops: Arc<[String]>,
+    /// How the reply is to be sampled, where the agent decides.
+    pub(crate) sampling: AskedSampling,
     /// Number of this sample among those that one request asks for.
     pub(crate) sample: usize,
     /// Whether the agent says that it repeats a request whose reply it did not get.
@@ -124,11 +127,13 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
                 }
                 part(tool_call_id.as_deref().unwrap_or_default().as_bytes());
                 part(name.as_deref().unwrap_or_default().as_bytes());
-                // Both tell replies with the same message apart.
+                // All of these tell replies with the same message apart.
                 for (index, id) in said.own_call_ids() {
                     part(&(index as u64).to_le_bytes());
                     part(id.as_bytes());
                 }
+                part(&said.reply.map(u32::to_le_bytes).unwrap_or_default());
+                part(&[said.reply.is_some().into()]);
                 part(said.reasoning.as_deref().unwrap_or_default().as_bytes());
             }
         }
@@ -139,6 +144,11 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
     }
     part(&(ask.sample as u64).to_le_bytes());
     part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
+    let AskedSampling { temperature, top_p } = ask.sampling;
+    for asked in [temperature, top_p] {
+        part(&asked.map(f32::to_le_bytes).unwrap_or_default());
+        part(&[asked.is_some().into()]);
+    }
     ask.stops.iter().for_each(|stop| part(stop.as_bytes()));
     *hasher.finalize().as_bytes()
 }

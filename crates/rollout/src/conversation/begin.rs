@@ -7,7 +7,7 @@ use super::tool_set::ToolSet;
 use super::tree::{Place, Recognition, Step};
 use super::{Conversation, Planned, State};
 use crate::chat::ChatErrorKind;
-use crate::line::{GenerationId, Line};
+use crate::line::GenerationId;
 use orchestrate_gateway::TextSink;
 use orchestrate_types::Limit;
 use std::sync::{Arc, Weak};
@@ -95,7 +95,7 @@ impl Conversation {
             state.receipts.is_continued(number);
         }
         let mut planned = self.plan(state, ask, (place, tools))?;
-        planned.live = text.and_then(|text| self.live_text(&planned.line, ask, text));
+        planned.live = text.and_then(|text| self.live_text(&planned, ask, text));
         let served = state.receipts.open(digest, planned.live.clone());
         let waiting = served.wait(client);
         let (this, past) = (Arc::clone(self), ask.past.clone());
@@ -106,15 +106,16 @@ impl Conversation {
     }
 
     /// The text of a reply that is about to be sampled; `None` if it can only be read as a whole.
-    fn live_text(&self, line: &Line, ask: &Ask, text: TextSink) -> Option<Arc<LiveText>> {
+    fn live_text(&self, planned: &Planned, ask: &Ask, text: TextSink) -> Option<Arc<LiveText>> {
         let chat = &self.calls.chat;
         if !chat.decodes_in_parts() {
             return None;
         }
-        let prompt = line.buffer.prompt_for_turn();
+        let prompt = planned.line.buffer.prompt_for_turn();
         let thinks = chat.opens_thinking(&prompt);
         let stops = Arc::clone(&ask.stops);
-        Some(Arc::new(LiveText::new(Arc::clone(chat), prompt.len(), thinks, stops, text)))
+        let reply = (planned.id.ordinal, prompt.len());
+        Some(Arc::new(LiveText::new(Arc::clone(chat), reply, thinks, stops, text)))
     }
 
     /// Finds the place of a request and prepares its line.
@@ -141,7 +142,7 @@ impl Conversation {
             *state.recognised.entry(Recognition::Ambiguous).or_default() += 1;
         }
         let known = place.steps(&state.tree);
-        let (branch, forked) = self.branch_at(state, place, tools, &tail);
+        let (branch, forked) = self.branch_at(state, place, tools, (ask.past.said(), &tail));
         for cause in place.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
@@ -155,6 +156,7 @@ impl Conversation {
         let mut line = target.line.copy();
         line.extend(&tail);
         line.stops = Arc::clone(&ask.stops);
+        line.asked = ask.sampling;
         let repetition = {
             let digest = digest_of_ids(&line.buffer.prompt_for_turn());
             let count = state.prompts.entry(digest).or_default();

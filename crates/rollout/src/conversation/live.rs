@@ -18,6 +18,8 @@ pub(super) struct LiveText {
     chat: Arc<ChatModel>,
     /// Tokens of the prompt.
     prompt: usize,
+    /// Number of the reply among all of the attempt.
+    number: u32,
     /// `None` once the reply is complete.
     state: Mutex<Option<LiveState>>,
 }
@@ -41,10 +43,10 @@ struct LiveTurn {
 }
 
 impl LiveText {
-    /// The text of a reply to a prompt of `prompt` tokens; `thinks` says whether it opens the thinking.
+    /// The text of reply `number` to a prompt of `prompt` tokens; `thinks` says whether it opens the thinking.
     pub(super) fn new(
         chat: Arc<ChatModel>,
-        prompt: usize,
+        (number, prompt): (u32, usize),
         thinks: bool,
         stops: Arc<[String]>,
         sink: TextSink,
@@ -56,7 +58,7 @@ impl LiveText {
         };
         let sinks = vec![sink];
         let state = LiveState { kept: turn.clone(), now: turn, sinks, failed: Vec::new() };
-        Self { chat, prompt, state: Mutex::new(Some(state)) }
+        Self { chat, prompt, number, state: Mutex::new(Some(state)) }
     }
 
     /// Changes the text, if the reply is not complete.
@@ -106,7 +108,7 @@ impl LiveText {
     fn show(&self, state: &mut LiveState) {
         let LiveState { now, sinks, .. } = state;
         let (reasoning, content) = (now.reply.reasoning(), now.reply.content());
-        sinks.retain(|sink| sink.show(self.prompt, reasoning, content));
+        sinks.retain(|sink| sink.show(self.prompt, self.number, reasoning, content));
     }
 }
 

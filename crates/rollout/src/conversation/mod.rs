@@ -32,7 +32,7 @@ pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
-use orchestrate_types::{Attribution, Limit, TokenId};
+use orchestrate_types::{Attribution, GroupId, Limit, TokenId};
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
@@ -168,6 +168,11 @@ impl Conversation {
 
     pub(crate) fn chat(&self) -> &ChatModel {
         &self.calls.chat
+    }
+
+    /// Whether an agent decides how its replies are sampled: in evaluations, which train nothing.
+    pub(crate) fn honours_sampling(&self) -> bool {
+        matches!(self.calls.request.attempt.episode.group, GroupId::Eval { .. })
     }
 
     /// Longest sequence in tokens.
@@ -343,7 +348,8 @@ impl Conversation {
                 let end = line.buffer.len();
                 let (message, reasoning) = (reply.message.clone(), reply.reasoning.clone());
                 let as_said = Arc::new(Reply { message, reasoning, number: reply.number });
-                target.steps.push(Step::Reply { reply: as_said, end });
+                let tokens = reply.token_ids.len();
+                target.steps.push(Step::Reply { reply: as_said, end, tokens, is_cut: false });
                 target.line = line;
                 state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);

@@ -8,9 +8,9 @@ use super::{Conversation, State};
 use crate::api::Message;
 use crate::chat::ChatError;
 use crate::line::Line;
-use crate::prefix::History;
-use crate::template::TemplateInput;
+use crate::prefix::{History, deciding_role};
 use orchestrate_types::TokenId;
+use std::sync::Arc;
 
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
 const BYTES_PER_TOKEN: usize = 32;
@@ -38,7 +38,10 @@ impl Conversation {
         let new: Vec<Message> = new().map(|said| self.rendered(said, tools)).collect();
         let refused = |error: ChatError| AskError::Refused(error.to_string());
         let chat = &self.calls.chat;
-        chat.earlier_thinking(&tools.shown).map_err(refused)?;
+        let role = deciding_role(new.iter().map(|message| message.role.as_str()));
+        for role in [chat.options.scaffold.observation_role(), role] {
+            chat.earlier_thinking(&tools.shown, role).map_err(refused)?;
+        }
         let (branch, tokens) = match place {
             Place::Root { .. } => {
                 return Ok((0, chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec()));
@@ -92,36 +95,66 @@ impl Conversation {
         message
     }
 
-    /// The branch for a place, begun if necessary, without the messages and tokens that are new.
+    /// The branch for a place, begun if necessary, without the messages and tokens that are new. `said` are
+    /// all messages of the request, and `tail` the new tokens. Also returns why a branch began that the place
+    /// does not begin.
     pub(super) fn branch_at(
         &self,
         state: &mut State,
         place: Place,
         tools: &ToolSet,
-        tail: &[TokenId],
+        (said, tail): (&[Arc<Said>], &[TokenId]),
     ) -> (usize, Option<ForkCause>) {
-        let ToolSet { digest: tools, ref shown, .. } = *tools;
         let number = state.tree.branches.len();
-        let (parent, steps, tokens) = match place {
-            Place::Tip { branch } => match self.dropped_thinking(state, branch, number, shown) {
-                Some(forked) => {
-                    state.tree.branches.push(forked);
-                    return (number, Some(ForkCause::Thinking));
-                }
-                None => return (branch, None),
-            },
-            Place::Fork { branch, steps, tokens, .. } => (branch, steps, tokens),
+        let (parent, is_tip) = match place {
+            Place::Tip { branch } => (branch, true),
+            Place::Fork { branch, .. } => (branch, false),
             Place::Root { .. } => {
                 let line = self.root_line(&state.tree, number, tail);
-                let branch =
-                    Branch { tools, steps: Vec::new(), is_busy: false, parent: None, line };
-                state.tree.branches.push(branch);
+                let (tools, steps, parent) = (tools.digest, Vec::new(), None);
+                state.tree.branches.push(Branch { tools, steps, is_busy: false, parent, line });
                 return (number, None);
             }
         };
+        let steps = place.steps(&state.tree);
+        let Some(from) = state.tree.branches.get(parent) else { return (number, None) };
+        let forked = |cause| Some(cause).filter(|_| is_tip);
+        let Some(cut) = self.dropped_thinking(from, steps, said, tools) else {
+            if let Place::Fork { tokens, .. } = place {
+                let branch = self.fork(state, parent, steps, tokens);
+                return (branch, None);
+            }
+            return (parent, None);
+        };
+        // A request that continued the same replies in the same way has left it out before.
+        let is_cut = |branch: &Branch<Line>| {
+            let ids = branch.line.buffer.ids();
+            branch.parent == Some((parent, cut.at))
+                && branch.steps.len() >= steps
+                && ids.get(cut.at..cut.at + cut.kept.len()) == Some(cut.kept.as_slice())
+        };
+        if let Some(known) = state.tree.branches.iter().position(is_cut) {
+            let end = cut.at + cut.kept.len();
+            let Some(branch) = state.tree.branches.get(known) else { return (number, None) };
+            if branch.steps.len() == steps && !branch.is_busy {
+                return (known, None);
+            }
+            let cause = branch.cause_of_fork(branch.common(said), said);
+            return (self.fork(state, known, steps, end), forked(cause));
+        }
+        let mut line = from.line.branch(&self.calls, number, cut.at);
+        line.extend(&cut.kept);
+        let (tools, parent) = (from.tools, Some((parent, cut.at)));
+        state.tree.branches.push(Branch { tools, steps: cut.steps, is_busy: false, parent, line });
+        (number, forked(ForkCause::Thinking))
+    }
+
+    /// Begins a branch after the first steps of another, which have `tokens` tokens.
+    fn fork(&self, state: &mut State, parent: usize, steps: usize, tokens: usize) -> usize {
+        let number = state.tree.branches.len();
         if let Some(from) = state.tree.branches.get(parent) {
             let branch = Branch {
-                tools,
+                tools: from.tools,
                 steps: from.steps.get(..steps).unwrap_or_default().to_vec(),
                 is_busy: false,
                 parent: Some((parent, tokens)),
@@ -129,7 +162,7 @@ impl Conversation {
             };
             state.tree.branches.push(branch);
         }
-        (number, None)
+        number
     }
 
     /// A line for a conversation without a common reply. Rows of tokens that it has in common with another
@@ -144,34 +177,57 @@ impl Conversation {
         }
     }
 
-    /// If the chat template leaves out the thinking of a branch's last reply: a branch without it.
+    /// The first `steps` steps of a branch without the thinking that the chat template leaves out before the
+    /// messages that follow them in `said`; `None` if it leaves out nothing.
     fn dropped_thinking(
         &self,
-        state: &State,
-        branch: usize,
-        number: usize,
-        input: &TemplateInput,
-    ) -> Option<Branch<Line>> {
+        from: &Branch<Line>,
+        steps: usize,
+        said: &[Arc<Said>],
+        tools: &ToolSet,
+    ) -> Option<Cut> {
         let chat = &self.calls.chat;
-        if chat.options.history != History::Template {
+        if chat.options.history != History::Template || from.tools == IN_TOKENS {
             return None;
         }
-        let from = state.tree.branches.get(branch).filter(|from| from.tools != IN_TOKENS)?;
-        let buffer = &from.line.buffer;
-        let turn = buffer.last_turn();
-        let (header, thinking) = chat.dropped_tokens(turn, input);
-        if header + thinking == 0 {
-            return None;
+        let next = said.get(steps..).unwrap_or_default();
+        let role = deciding_role(next.iter().map(|said| said.message.role.as_str()));
+        let ids = from.line.buffer.ids();
+        let mut steps = from.steps.get(..steps)?.to_vec();
+        let mut cut: Option<(usize, Vec<TokenId>)> = None;
+        // The end of the tokens that are kept or left out so far.
+        let mut done = 0;
+        for step in &mut steps {
+            let Step::Reply { end, tokens, is_cut, .. } = step else { continue };
+            let (begin, old_end) = (end.checked_sub(*tokens)?, *end);
+            let turn = ids.get(begin..old_end)?;
+            let (header, thinking) =
+                if *is_cut { (0, 0) } else { chat.dropped_tokens(turn, &tools.shown, role) };
+            let is_changed = header + thinking > 0;
+            if cut.is_none() && !is_changed {
+                continue;
+            }
+            let begin = begin.checked_sub(header)?;
+            if cut.is_none() {
+                done = begin;
+            }
+            let (at, kept) = cut.get_or_insert((begin, Vec::new()));
+            kept.extend(ids.get(done..begin)?);
+            kept.extend(turn.get(thinking..)?);
+            *end = *at + kept.len();
+            *tokens -= thinking;
+            *is_cut |= is_changed;
+            done = old_end;
         }
-        let end = buffer.len();
-        let at = end.checked_sub(turn.len() + header)?;
-        let kept = turn.get(thinking..).unwrap_or_default();
-        let mut line = from.line.branch(&self.calls, number, at);
-        line.extend(kept);
-        let mut steps = from.steps.clone();
-        if let Some(Step::Reply { end, .. }) = steps.last_mut() {
-            *end = at + kept.len();
-        }
-        Some(Branch { tools: from.tools, steps, is_busy: false, parent: Some((branch, at)), line })
+        cut.map(|(at, kept)| Cut { at, kept, steps })
     }
+}
+
+/// The beginning of a branch without some thinking.
+struct Cut {
+    /// Tokens that it has in common with the branch.
+    at: usize,
+    /// What it keeps of the others.
+    kept: Vec<TokenId>,
+    steps: Vec<Step>,
 }

@@ -1,19 +1,20 @@
 use super::*;
 use crate::api::{Action, EpisodeRequest, Message};
-use crate::chat::{ChatModel, message};
+use crate::chat::{ChatModel, ChatOptions, message};
 use crate::config::RolloutSection;
 use crate::expert::{ExpertEpisode, ExpertTurn};
 use crate::prefill::PrefillLeaders;
+use crate::prefix::History;
 use crate::rows::RowSharing;
 use crate::template::{ChatTemplate, TemplateInput};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
-use orchestrate_gateway::Receipt;
+use orchestrate_gateway::{AskedSampling, Receipt};
 use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use rand_chacha::ChaCha8Rng;
 use rand_chacha::rand_core::{Rng as _, SeedableRng as _};
-use serde_json::json;
+use serde_json::{Value, json};
 use std::sync::OnceLock;
 use std::time::Duration;
 use tokio::task::JoinSet;
@@ -41,6 +42,26 @@ fn chat_with(template: &str) -> Arc<ChatModel> {
     let text = episode.text(&ChatTemplate::new(MICRO_CHAT_TEMPLATE).unwrap()).unwrap();
     train_tokenizer(std::iter::repeat_n(text, 3), 400, template, path).unwrap();
     Arc::new(ChatModel::load(path).unwrap())
+}
+
+/// A small model of an agent with this template, whose prompts have the history that the template shows.
+fn chat_of_template(template: &str) -> Arc<ChatModel> {
+    let folder = tempfile::tempdir().unwrap();
+    let path = Utf8Path::from_path(folder.path()).unwrap();
+    train_tokenizer(std::iter::repeat_n("mend it".to_owned(), 3), 320, template, path).unwrap();
+    let file = path.join("tokenizer.json");
+    let mut tokenizer: Value = serde_json::from_slice(&std::fs::read(&file).unwrap()).unwrap();
+    let next = tokenizer["model"]["vocab"].as_object().unwrap().len();
+    for (id, content) in (next..).zip(["<think>", "</think>"]) {
+        tokenizer["added_tokens"].as_array_mut().unwrap().push(json!({
+            "id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+            "normalized": false, "special": false,
+        }));
+    }
+    std::fs::write(&file, tokenizer.to_string()).unwrap();
+    let scaffold = crate::scaffold::Scaffold::Outside;
+    let options = ChatOptions { scaffold, history: History::Template, ..ChatOptions::default() };
+    Arc::new(ChatModel::load_for(path, options).unwrap())
 }
 
 /// Replies with a text and sometimes a call, decided by the call's seed.
@@ -103,7 +124,12 @@ fn conversation_of(
 }
 
 pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
-    Arc::new(Said { message: message(role, text), reasoning: None, call_ids: Vec::new() })
+    Arc::new(Said {
+        message: message(role, text),
+        reasoning: None,
+        reply: None,
+        call_ids: Vec::new(),
+    })
 }
 
 pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
@@ -111,6 +137,7 @@ pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
         past: Past::Messages { said: said.to_vec(), tools: Arc::default(), thinking: None },
         max_tokens: None,
         stops: Arc::default(),
+        sampling: AskedSampling::default(),
         sample: 0,
         repeats: false,
         overridden: Arc::default(),
@@ -130,12 +157,18 @@ fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
     Arc::new(Said {
         message: reply.message.clone(),
         reasoning: reply.reasoning.clone().filter(|_| with_thinking),
+        reply: None,
         call_ids: calls.map(|index| call_id(reply.number, index)).collect(),
     })
 }
 
 fn repeated(reply: &SampledReply) -> Arc<Said> {
-    Arc::new(Said { message: reply.message.clone(), reasoning: None, call_ids: Vec::new() })
+    Arc::new(Said {
+        message: reply.message.clone(),
+        reasoning: None,
+        reply: None,
+        call_ids: Vec::new(),
+    })
 }
 
 /// A reply ends with the token that completes its first stop string, and its message before that string.
@@ -220,7 +253,12 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
         }
         history.extend([
             repeated(&reply),
-            Arc::new(Said { message: observation, reasoning: None, call_ids: Vec::new() }),
+            Arc::new(Said {
+                message: observation,
+                reasoning: None,
+                reply: None,
+                call_ids: Vec::new(),
+            }),
         ]);
         replies.push(reply);
     }
@@ -303,6 +341,84 @@ async fn edited_thinking_is_sampled_over_and_begins_a_branch() {
     assert_eq!(conversation.finish().forks, [(ForkCause::History, 1)].into());
 }
 
+/// Qwen3's template, which keeps thinking before results of tools and drops it before the user.
+const QWEN3: &str = include_str!("../../tests/data/qwen3_like.jinja");
+
+#[tokio::test]
+async fn a_branch_begins_where_the_template_drops_thinking_and_only_there() {
+    let last = "{{- '<|im_start|>assistant\\n' }}\n{%- endif %}";
+    assert!(QWEN3.trim_end().ends_with(last));
+    let opened =
+        QWEN3.trim_end().replace(last, &last.replace("assistant\\n", "assistant\\n<think>\\n"));
+    let eager = "loop.index0 > ns.last_query_index and (loop.last or (not loop.last and reasoning_content))";
+    assert!(QWEN3.contains(eager));
+    // Drops the thinking of every turn but the last.
+    let eager = QWEN3.replace(eager, "loop.last");
+    for (template, header, keeps_before_tools) in
+        [(QWEN3, "", true), (&opened, "<think>\n", true), (&eager, "", false)]
+    {
+        let chat = chat_of_template(template);
+        let shape = ModelShape { context: 1 << 16, ..toy_shape(chat.vocab_size()) };
+        let policy = Arc::clone(&chat);
+        let engine = Arc::new(FakeEngine::new(shape, move |request, _| {
+            let seed = request.sampling.seed;
+            let text = format!("<think>\nhm {seed}\n</think>\n\nLook at {seed}.");
+            let mut ids = policy.encode(text.strip_prefix(header).unwrap()).unwrap();
+            ids.push(policy.end_of_turn());
+            FakeReply::Tokens { ids, finish: Finish::Stop }
+        }));
+        let conversation = conversation_of(Arc::clone(&chat), &engine, 20);
+        let mut replies: Vec<Arc<SampledReply>> = Vec::new();
+        let mut history = vec![said("user", "mend it")];
+        let forks = async |history: &[Arc<Said>], replies: &mut Vec<Arc<SampledReply>>| {
+            let before = conversation.state().forks.clone();
+            let reply = conversation.sample(&ask(history)).await.unwrap();
+            deliver(&reply);
+            // The prompt is what the template shows of the whole history.
+            let messages: Vec<Message> = history
+                .iter()
+                .map(|said| {
+                    let sampled = replies.iter().find(|reply| reply.message == said.message);
+                    let Some(thinking) = sampled.and_then(|reply| reply.reasoning.as_deref())
+                    else {
+                        return said.message.clone();
+                    };
+                    let text = format!("<think>\n{thinking}\n</think>\n\n{}", said.message.content);
+                    message("assistant", &text)
+                })
+                .collect();
+            let shown = chat.decode(&by_number(&engine)[&reply.number].token_ids).unwrap();
+            let expected = chat.prompt_with(&messages, &chat.input_of(&[], None)).unwrap();
+            assert_eq!(shown, chat.decode(&expected).unwrap());
+            replies.push(reply);
+            let after = conversation.state().forks.clone();
+            let new = |(cause, count): (ForkCause, u64)| {
+                (count > before.get(&cause).copied().unwrap_or(0)).then_some(cause)
+            };
+            after.into_iter().filter_map(new).collect::<Vec<ForkCause>>()
+        };
+        assert_eq!(forks(&history, &mut replies).await, []);
+        let before_tools: &[ForkCause] =
+            if keeps_before_tools { &[] } else { &[ForkCause::Thinking] };
+        // Agents send thinking back, or leave it out.
+        for (turn, role) in ["tool", "tool", "user", "tool", "user", "user"].into_iter().enumerate()
+        {
+            let last = sent_back(replies.last().unwrap(), turn % 2 == 0);
+            let middle = history.len();
+            history.extend([last, said(role, &format!("{role} {turn}"))]);
+            let expected = if role == "tool" { before_tools } else { &[ForkCause::Thinking] };
+            assert_eq!(forks(&history, &mut replies).await, expected, "{turn} {role}");
+            // The same request again, and another message in its place.
+            assert_eq!(forks(&history, &mut replies).await, [ForkCause::Repeated], "{turn} {role}");
+            let mut other = history[..=middle].to_vec();
+            other.push(said(role, &format!("not {role} {turn}")));
+            assert_eq!(forks(&other, &mut replies).await, [ForkCause::History], "{turn} {role}");
+            // The history goes on after the first of the three.
+            replies.truncate(replies.len() - 2);
+        }
+    }
+}
+
 #[tokio::test]
 async fn a_request_switches_thinking_on_a_branch_of_its_own() {
     let off = "{%- if enable_thinking is false -%}{{- '<think>\n\n</think>\n\n' -}}{%- endif -%}";
@@ -341,6 +457,7 @@ async fn control_tokens_in_a_history_are_text() {
         let turn = Arc::new(Said {
             message: turn,
             reasoning: Some(text.to_owned()),
+            reply: None,
             call_ids: Vec::new(),
         });
         let history = [said("user", text), turn, said("tool", text)];

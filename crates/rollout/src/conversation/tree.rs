@@ -19,6 +19,8 @@ pub(crate) struct Said {
     pub(crate) message: Message,
     /// The thinking of an assistant message, if the agent sent it back.
     pub(crate) reasoning: Option<String>,
+    /// Number of the reply that the thinking is of, if the agent sent that back, too.
+    pub(crate) reply: Option<u32>,
     /// The ids of its tool calls, in order. Ids that were made here name the reply that they came with.
     pub(crate) call_ids: Vec<String>,
 }
@@ -51,7 +53,7 @@ fn trimmed(text: Option<&str>) -> Option<&str> {
     text.map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Messages are compared without the ids of their calls, which agents may change from request to request.
+/// Messages are compared without what names a reply: the ids of its calls and its number, which agents may change from request to request.
 impl PartialEq for Said {
     fn eq(&self, other: &Self) -> bool {
         self.message == other.message && self.reasoning == other.reasoning
@@ -82,6 +84,7 @@ impl Said {
             && self.message.content.trim() == sampled.message.content.trim()
             && self.message.tool_calls == sampled.message.tool_calls
             && self.own_call_ids().all(|(index, id)| id == call_id(sampled.number, index))
+            && self.reply.is_none_or(|number| number == sampled.number)
             && (thinking.is_none() || thinking == trimmed(sampled.reasoning.as_deref()))
     }
 }
@@ -148,6 +151,10 @@ pub(crate) enum Step {
         reply: Arc<Reply>,
         /// Number of tokens of the branch up to its end.
         end: usize,
+        /// How many of them are the reply's.
+        tokens: usize,
+        /// Whether its thinking is not among them, because the chat template leaves it out.
+        is_cut: bool,
     },
 }
 
@@ -281,7 +288,7 @@ impl<L> Tree<L> {
 
 impl<L> Branch<L> {
     /// Number of leading steps that are the request's first messages.
-    fn common(&self, said: &[Arc<Said>]) -> usize {
+    pub(super) fn common(&self, said: &[Arc<Said>]) -> usize {
         let pairs = self.steps.iter().zip(said);
         pairs
             .take_while(|(step, said)| match step {
@@ -300,7 +307,7 @@ impl<L> Branch<L> {
         })
     }
 
-    fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
+    pub(super) fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
         // All of the request was said before, and answered or about to be.
         let is_answered = match self.steps.get(common) {
             Some(Step::Reply { .. }) => true,
@@ -319,6 +326,7 @@ mod tests {
         Arc::new(Said {
             message: crate::chat::message(role, text),
             reasoning: None,
+            reply: None,
             call_ids: Vec::new(),
         })
     }
@@ -326,7 +334,8 @@ mod tests {
     fn reply(text: &str, end: usize) -> Step {
         let message = crate::chat::message("assistant", text);
         let number = u32::try_from(end).unwrap();
-        Step::Reply { reply: Arc::new(Reply { message, reasoning: None, number }), end }
+        let reply = Arc::new(Reply { message, reasoning: None, number });
+        Step::Reply { reply, end, tokens: 5, is_cut: false }
     }
 
     const TOOLS: [u8; 32] = [1; 32];
@@ -424,7 +433,7 @@ mod tests {
         sent.content = "Look.".to_owned();
         sent.tool_calls = vec![call(r#"{"n":1,"command":"ls"}"#)];
         let reply = Reply { message, reasoning: Some("hm".to_owned()), number: 7 };
-        (reply, Said { message: sent, reasoning: None, call_ids: Vec::new() })
+        (reply, Said { message: sent, reasoning: None, reply: None, call_ids: Vec::new() })
     }
 
     #[test]
@@ -446,6 +455,10 @@ mod tests {
             let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent.clone() };
             assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
         }
+        for (number, is_recognised) in [(Some(7), true), (Some(8), false), (None, true)] {
+            let sent = Said { reply: number, ..sent.clone() };
+            assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
+        }
         let unthinking = Reply { reasoning: None, ..called().0 };
         let sent = Said { reasoning: Some("hm".to_owned()), ..sent };
         assert!(!sent.repeats(&unthinking), "the agent made the thinking up");
@@ -459,7 +472,7 @@ mod tests {
         let branches = [("first", 1), ("second", 2), ("third", 3)].map(|(thinking, number)| {
             let (reply, _) = called();
             let reply = Reply { reasoning: Some(thinking.to_owned()), number, ..reply };
-            let reply = Step::Reply { reply: Arc::new(reply), end: 10 };
+            let reply = Step::Reply { reply: Arc::new(reply), end: 10, tokens: 5, is_cut: false };
             let steps = vec![Step::Given(said("user", "u")), reply];
             Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () }
         });
