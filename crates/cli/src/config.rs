@@ -5,6 +5,7 @@
 //! reported at once.
 
 use crate::args::ConfigSource;
+use crate::output;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{DiagnosticsSection, RunSection, TasksSection};
 use orchestrate_engine::{EngineKind, EngineSection};
@@ -173,23 +174,47 @@ fn without_defaults(schema: &mut Schema) {
     }
 }
 
-/// Reads and merges all layers of `source`.
+/// Reads and merges all layers of `source`. What a later layer leaves unread of an earlier file is left out,
+/// with a warning.
 ///
 /// # Errors
 /// If a layer cannot be read, is not TOML, has an unknown key or a value of the wrong type: with
 /// these, every other problem of the configuration.
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
-    let mut layers = Layers::of::<Sections>();
-    for file in &source.files {
-        match read_limited(file) {
-            Ok(text) => layers.add_file(file.as_str(), &text),
-            Err(error) => layers.add_unreadable(file.as_str(), &error),
+    let (sections, left_out) = load_composed(source)?;
+    for problem in left_out {
+        output::say(format!("warning: not read: {problem}"));
+    }
+    Ok(sections)
+}
+
+/// As [`load`], with what was left out.
+fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>), ConfigError> {
+    let texts: Vec<_> = source.files.iter().map(|file| (file, read_limited(file))).collect();
+    let layers = |files: &[(&Utf8PathBuf, std::io::Result<String>)], sets: &[String]| {
+        let mut layers = Layers::of::<Sections>();
+        for (file, text) in files {
+            match text {
+                Ok(text) => layers.add_file(file.as_str(), text),
+                Err(error) => layers.add_unreadable(file.as_str(), error),
+            }
         }
-    }
-    for assignment in &source.sets {
-        layers.add_assignment(assignment);
-    }
-    merged(layers)
+        sets.iter().for_each(|set| layers.add_assignment(set));
+        merged(layers)
+    };
+    let mut sections = layers(&texts, &source.sets)?;
+    let mut left_out = sections.unread();
+    // A file whose own settings leave a key unread has a fault that no later layer excuses.
+    left_out.retain(|problem| {
+        let origin = problem.origin.as_deref().unwrap_or_default();
+        let is_of = |file: &Utf8PathBuf| origin.starts_with(&format!("{file}:"));
+        let Some(place) = texts.iter().rposition(|(file, _)| is_of(file)) else { return false };
+        let until_there = texts.get(..=place).unwrap_or_default();
+        layers(until_there, &[])
+            .is_ok_and(|earlier| earlier.unread().iter().all(|other| other.key != problem.key))
+    });
+    left_out.iter().for_each(|problem| sections.clear(&problem.key));
+    Ok((sections, left_out))
 }
 
 /// Bytes of a configuration file.
@@ -224,9 +249,9 @@ pub(crate) fn parse_plan(
     let sections = merged(layers)?;
     let mut sections =
         Sections { algorithm: sections.algorithm.clone().without_unused_norm(), ..sections };
-    for problem in sections.checked(&|_| false).1 {
+    for problem in sections.unread() {
         let is_assigned = problem.origin.is_some_and(|origin| origin.starts_with("--set "));
-        if matches!(problem.found, Found::Unread(_)) && !is_assigned {
+        if !is_assigned {
             sections.clear(&problem.key);
         }
     }
@@ -276,6 +301,13 @@ impl Sections {
         check_secrets(self, &mut problems);
         self.origins.locate(&mut problems);
         (checked, problems)
+    }
+
+    /// The values that nothing reads with the other settings.
+    fn unread(&self) -> Vec<ConfigProblem> {
+        let mut problems = self.checked(&|_| false).1;
+        problems.retain(|problem| matches!(problem.found, Found::Unread(_)));
+        problems
     }
 
     /// The same configuration with every default written out, as the run folder stores it: a later
@@ -339,7 +371,8 @@ const PAGE_HEAD: &str = "\
 
 Settings are read from TOML files (`--config FILE`, more than once if needed) and from assignments
 (`--set rollout.group_size=8`). Later ones win, tables merge, lists replace. Unknown keys are errors,
-and so are keys that nothing reads with the other settings, unless they have their default.
+and so are keys that nothing reads with the other settings, unless they have their default. What a later
+file or assignment leaves unread of an earlier file is left out with a warning.
 `orchestrate config check` reports every problem, and `orchestrate config show` prints all values
 with where they were set.
 
@@ -598,6 +631,46 @@ mod tests {
         }
         // A default, as a plan has it written out, is accepted.
         assert_eq!(unread(&["agent.port=4180", "gateway.lease=60s"]), [""; 0]);
+    }
+
+    #[test]
+    fn what_a_later_layer_leaves_unread_is_left_out_and_named() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = |name: &str, text: &str| {
+            let path = Utf8PathBuf::try_from(folder.path().join(name)).unwrap();
+            fs_err::write(&path, text).unwrap();
+            path
+        };
+        let base = file("base.toml", "[rollout]\ncommand_timeout = \"10s\"\n");
+        let agent = file("agent.toml", "[rollout]\nscaffold = \"command\"\n");
+        let late = file("late.toml", "[rollout]\ncommand_timeout = \"20s\"\n");
+        let composed = |files: &[&Utf8PathBuf], sets: &[&str]| {
+            let source = ConfigSource {
+                files: files.iter().map(|&file| file.clone()).collect(),
+                sets: sets.iter().map(|&set| set.to_owned()).collect(),
+            };
+            let (sections, left_out) = load_composed(&source).unwrap();
+            let left_out: Vec<String> = left_out.iter().map(ToString::to_string).collect();
+            (left_out, sections.rollout.command_timeout, sections.unread().len())
+        };
+        let (left_out, timeout, refused) = composed(&[&base, &agent], &[]);
+        assert_eq!((left_out.len(), timeout, refused), (1, None, 0));
+        let start = format!("{base}:2:1: rollout.command_timeout = \"10s\": does not apply");
+        assert!(left_out[0].starts_with(&start), "{left_out:?}");
+        assert_eq!(composed(&[&base], &["rollout.scaffold=outside"]).0.len(), 1);
+        // With what is before it, each of these is unread where it stands.
+        for (files, sets) in [
+            (&[&agent, &late][..], &[][..]),
+            (&[&base, &agent, &late], &["run.steps=3"]),
+            (&[&agent], &["rollout.command_timeout=20s"]),
+        ] {
+            let (left_out, timeout, refused) = composed(files, sets);
+            assert_eq!((left_out.len(), refused), (0, 1), "{files:?}");
+            assert!(timeout.is_some());
+        }
+        // A later layer may make read again what an earlier one left unread.
+        let again = composed(&[&base, &agent], &["rollout.scaffold=tools"]);
+        assert_eq!((again.0.len(), again.2), (0, 0));
     }
 
     #[test]

@@ -104,8 +104,14 @@ fn json<S: SectionKeys>(section: &S) -> serde_json::Value {
     serde_json::to_value(section).unwrap_or_default()
 }
 
+/// Lists and tables, e.g. an environment with keys of other programs, without what is in them.
 fn shown(value: &serde_json::Value) -> String {
-    let text = value.as_str().map_or_else(|| value.to_string(), |text| format!("{text:?}"));
+    let text = match value {
+        serde_json::Value::String(text) => format!("{text:?}"),
+        serde_json::Value::Array(list) if !list.is_empty() => "[…]".to_owned(),
+        serde_json::Value::Object(table) if !table.is_empty() => "{…}".to_owned(),
+        other => other.to_string(),
+    };
     match text.char_indices().nth(SHOWN_CHARS) {
         Some((end, _)) => format!("{}…", text.get(..end).unwrap_or_default()),
         None => text,
@@ -129,12 +135,14 @@ mod tests {
         volume: u32 = cups * 10 => "10 for each cup";
         /// Melody of the whistle.
         melody: Option<String> = None => "one note";
+        /// Who listens.
+        listeners: Vec<String> = Vec::new();
     }
 
     fn check_kettle(written: &KettleSection, settings: &KettleSettings, problems: &mut Problems) {
         if !settings.whistles {
             let why = "only applies with kettle.whistles = true";
-            problems.refuse_unread(written, &["volume", "melody"], why);
+            problems.refuse_unread(written, &["volume", "melody", "listeners"], why);
         }
     }
 
@@ -145,6 +153,7 @@ mod tests {
             cups: Some(3),
             volume: Some(20),
             melody: Some("la ".repeat(100)),
+            listeners: Some(vec!["token=abc".to_owned()]),
         };
         let texts = |section: &KettleSection| -> Vec<String> {
             section.check().unwrap_err().iter().map(ToString::to_string).collect()
@@ -159,10 +168,14 @@ mod tests {
                 format!(
                     "kettle.melody = \"{start}l…: only applies with kettle.whistles = true; remove it"
                 ),
+                "kettle.listeners = […]: only applies with kettle.whistles = true; remove it, or set its \
+                 default, []"
+                    .to_owned(),
             ]
         );
         // The default follows from the other keys, and a plan has it written out.
-        let default = KettleSection { volume: Some(30), melody: None, ..section.clone() };
+        let default =
+            KettleSection { volume: Some(30), melody: None, listeners: None, ..section.clone() };
         let settings = default.check().unwrap();
         assert_eq!(KettleSection::from_values(&settings).check(), Ok(settings));
         KettleSection { whistles: None, ..section }.check().unwrap();
