@@ -8,7 +8,7 @@ use axum::Json;
 use axum::response::{IntoResponse as _, Response};
 use orchestrate_gateway::{ErrorCode, GatewayOptions, GatewaySettings, Offers, Registry};
 use orchestrate_moe::http::{Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles};
-use orchestrate_rollout::{Outside, RolloutSettings};
+use orchestrate_rollout::{Outside, RolloutSettings, TurnJournals};
 use orchestrate_sandbox::{
     Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
@@ -63,8 +63,8 @@ impl Gateway {
     }
 
     /// The offers of this gateway, for the runner.
-    pub(crate) fn outside(&self) -> Outside {
-        Outside { offers: self.offers.clone(), grace: self.grace }
+    pub(crate) fn outside(&self, journals: TurnJournals) -> Outside {
+        Outside::new(self.offers.clone(), self.grace, journals)
     }
 
     /// Serves workers until `stop` is cancelled.

@@ -40,7 +40,7 @@ impl World {
             attempt: attempt.parse().unwrap(),
             task: json!({"id": attempt}),
             time,
-            begin: Box::new(|| ScriptedSampler::writing("hello")),
+            begin: Box::new(|_| Some(ScriptedSampler::writing("hello"))),
         })
     }
 
@@ -172,9 +172,9 @@ async fn repeated_requests_take_no_second_episode_and_two_workers_never_share_on
                 attempt: format!("t{n:06}.00-a01").parse().unwrap(),
                 task: json!({}),
                 time: LONG,
-                begin: Box::new(move || {
+                begin: Box::new(move |_| {
                     begun.fetch_add(1, Ordering::SeqCst);
-                    ScriptedSampler::writing("")
+                    Some(ScriptedSampler::writing(""))
                 }),
             })
         })

@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
 
 /// A message of a request.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Said {
     /// Role, text and tool calls.
     pub(crate) message: Message,

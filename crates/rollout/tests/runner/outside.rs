@@ -1,9 +1,10 @@
 //! External workers: who caused the end of an episode, by how its last request was answered.
 
 use crate::world::*;
+use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_gateway::{GatewayOptions, Offers, Registry};
-use orchestrate_rollout::{Episodes as _, Outside, RolloutSection, Scaffold};
+use orchestrate_rollout::{Episodes as _, Outside, RolloutSection, Scaffold, TurnJournals};
 use orchestrate_testkit::FakeReply;
 use orchestrate_types::{Limit, Outcome, Stage};
 use serde_json::{Value, json};
@@ -28,7 +29,10 @@ async fn outcome(
     let offers = Offers::new(Registry::new(GatewayOptions::default()), Duration::from_mins(1));
     let config = RolloutSection { scaffold: Some(Scaffold::Outside), ..config };
     let mut world = world_in(512, &config, move |_| reply());
-    world.runner.outside = Some(Outside { offers: offers.clone(), grace: Duration::from_mins(1) });
+    let folder = tempfile::tempdir().unwrap();
+    let turns = Utf8Path::from_path(folder.path()).unwrap();
+    let journals = TurnJournals::open(turns, &[]).unwrap();
+    world.runner.outside = Some(Outside::new(offers.clone(), Duration::from_mins(1), journals));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = format!("http://{}", listener.local_addr().unwrap());
     let stop = CancellationToken::new();
