@@ -18,7 +18,7 @@ use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;
 use orchestrate_types::{
-    AbortCause, ModelShape, Outcome, PolicyVersion, RunId, Trajectory, TurnSpan,
+    AbortCause, AttemptId, ModelShape, Outcome, PolicyVersion, RunId, Trajectory, TurnSpan,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;

@@ -37,6 +37,8 @@ enum PastRecord {
 #[derive(Debug, Default)]
 pub(super) struct Interned {
     said: Table<Said>,
+    /// The messages of the latest request, most of which the next one repeats.
+    latest: Vec<usize>,
     tools: Table<Vec<Value>>,
     tokens: Arc<[TokenId]>,
 }
@@ -79,11 +81,19 @@ impl Interned {
         let past = match &ask.past {
             Past::Messages { said, tools, thinking } => {
                 let (mut indices, mut new) = (Vec::with_capacity(said.len()), Vec::new());
-                for said in said {
-                    let (index, is_new) = self.said.index(said)?;
+                for (place, said) in said.iter().enumerate() {
+                    let latest = self.latest.get(place).filter(|index| {
+                        let known = self.said.values.get(**index);
+                        known.is_some_and(|known| known == said && known.call_ids == said.call_ids)
+                    });
+                    let (index, is_new) = match latest {
+                        Some(index) => (*index, false),
+                        None => self.said.index(said)?,
+                    };
                     indices.push(index);
                     new.extend(is_new.then(|| Arc::clone(said)));
                 }
+                self.latest.clone_from(&indices);
                 let (index, is_new) = self.tools.index(tools)?;
                 PastRecord::Messages {
                     new,
