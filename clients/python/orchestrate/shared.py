@@ -66,8 +66,11 @@ def problem_of(outcome: httpx.Response | httpx.TransportError) -> str:
 
 
 class ChatTries:
-    """When a request to the policy is sent again: a few times if the gateway answers with a failure,
-    and for `patience` seconds if it does not answer, because its run may be resumed."""
+    """When a request to the policy is sent again.
+
+    That is a few times if the gateway answers with a failure, and for `patience` seconds if it does
+    not answer, because its run may be resumed.
+    """
 
     def __init__(self, patience: float) -> None:
         self._patience = patience

@@ -200,7 +200,8 @@ def test_a_request_is_sent_again_for_as_long_as_the_gateway_is_away(
     scripted: Start, client: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("orchestrate.shared.PAUSES_S", (0.01,))
-    reply = {"choices": [{"message": {"role": "assistant", "content": "ok"}}]}
+    message = {"role": "assistant", "content": "ok"}
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
     replies = iter([None] * 10 + [(200, reply)])
     server = scripted(
         lambda path, body: next(replies) if path.endswith("completions") else plain(path, body)

@@ -209,7 +209,9 @@ def test_a_killed_run_continues_the_episodes_of_its_workers(start_run: Start) ->
         run.resume()
 
     def go_on(reply: orchestrate.Reply) -> list[dict[str, Any]]:
-        return [reply.message, {"role": "user", "content": "go on"}]
+        calls = reply.message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
+        return [reply.message, *results, {"role": "user", "content": "go on"}]
 
     with orchestrate.Gateway(run.url, patience=240.0) as gateway:
         episode, damaged = gateway.take(), gateway.take()

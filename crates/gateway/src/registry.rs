@@ -32,7 +32,7 @@ impl fmt::Debug for Registry {
     /// Without the secrets.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = out.debug_struct("Registry");
-        out.field("episodes", &self.len()).field("options", &self.options).finish()
+        out.field("episodes", &self.len()).field("options", &self.options).finish_non_exhaustive()
     }
 }
 

@@ -108,7 +108,7 @@ impl Leases {
         (worker, take_id): (&str, &str),
         (now, lease): (Instant, Duration),
     ) -> Option<Arc<Taken>> {
-        let held = self.takes.get(take_id).and_then(|id| self.by_id.get(&id));
+        let held = self.takes.get(take_id).and_then(|id| self.by_id.get(id));
         if let Some((_, taken)) = held.and_then(|held| held.taken.as_ref()) {
             return Some(Arc::clone(taken));
         }

@@ -26,7 +26,7 @@ use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
 use crate::reply::{ReplyParts, first_stop};
-use crate::turn_journal::{ConversationRecord, LimitRecord, RepliedRecord, TurnJournal};
+use crate::turn_journal::{ConversationRecord, TurnJournal};
 use ask::digest_of_ids;
 pub(crate) use ask::{Ask, AskError, Past};
 use finished::hand_over;
@@ -35,6 +35,7 @@ use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, Limit, TokenId};
+use replay::record_of;
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
@@ -394,23 +395,9 @@ impl Conversation {
             };
             Ok((text, reply))
         });
-        let number = id.ordinal;
         let calls = line.recorded.take().unwrap_or_default();
-        let record = match &reply {
-            Ok((_, SampledReply { contradicts, .. })) => {
-                let contradicts = *contradicts;
-                let replied = RepliedRecord { number, elapsed, contradicts, calls };
-                Some(ConversationRecord::Replied(replied))
-            }
-            Err(NoReply::ContextFull(_)) => {
-                Some(ConversationRecord::Limited { number, limit: LimitRecord::Context })
-            }
-            Err(NoReply::TimeUp) => {
-                Some(ConversationRecord::Limited { number, limit: LimitRecord::Time })
-            }
-            // The attempt is not continued.
-            Err(NoReply::Stopped | NoReply::Failed(_)) => None,
-        };
+        let contradicts = reply.as_ref().map(|(_, reply)| reply.contradicts);
+        let record = record_of(id.ordinal, elapsed, calls, contradicts);
         if let Some(Err(error)) = record.map(|record| self.record(state, || record)) {
             served.answer(Err(error));
             return;

@@ -1,11 +1,11 @@
-//! Repeats what was recorded of a conversation in an earlier process. Requests and replies take the same
+//! Records generations, and repeats what was recorded of a conversation in an earlier process. Requests and replies take the same
 //! way as at first; only the engine is not asked again.
 
 use super::ask::{Ask, AskError, Past, digest_of};
 use super::served::Served;
 use super::tree::Step;
 use super::{Conversation, Generated, Planned};
-use crate::line::NoReply;
+use crate::line::{AcceptedCall, NoReply};
 use crate::turn_journal::{ConversationRecord, LimitRecord, RepliedRecord};
 use orchestrate_engine::Finish;
 use orchestrate_gateway::ErrorCode;
@@ -22,6 +22,26 @@ pub(crate) enum ReplayError {
     NotAsked(u32),
     #[error("request {number} cannot be repeated: {error}")]
     Failed { number: u32, error: String },
+}
+
+/// The record of a generation's end: `reply` says whether a client was shown another text.
+pub(super) fn record_of(
+    number: u32,
+    elapsed: Duration,
+    calls: Vec<AcceptedCall>,
+    reply: Result<bool, &NoReply>,
+) -> Option<ConversationRecord> {
+    let limit = match reply {
+        Ok(contradicts) => {
+            let replied = RepliedRecord { number, elapsed, contradicts, calls };
+            return Some(ConversationRecord::Replied(replied));
+        }
+        Err(NoReply::ContextFull(_)) => LimitRecord::Context,
+        Err(NoReply::TimeUp) => LimitRecord::Time,
+        // The attempt is not continued.
+        Err(NoReply::Stopped | NoReply::Failed(_)) => return None,
+    };
+    Some(ConversationRecord::Limited { number, limit })
 }
 
 /// A request that has no reply yet.

@@ -33,9 +33,9 @@ fn reply(request: &FakeRequest) -> FakeReply {
     let seed = request.sampling.seed;
     let command = json!({"command": format!("ls {seed}")});
     let call = Action { name: "bash".to_owned(), arguments: command };
-    let calls: &[Action] = if seed % 3 == 0 { &[] } else { &[call] };
+    let calls: &[Action] = if seed.is_multiple_of(3) { &[] } else { &[call] };
     let mut ids = chat().assistant(&format!("say {seed}"), calls).unwrap();
-    if seed % 2 == 0 {
+    if seed.is_multiple_of(2) {
         ids.truncate(ids.len() / 2);
         return FakeReply::Tokens { ids, finish: Finish::Abort };
     }

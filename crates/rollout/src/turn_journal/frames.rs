@@ -16,17 +16,20 @@ pub(crate) struct DamagedFrame {
     pub(crate) number: usize,
 }
 
-fn header(length: [u8; 4]) -> [u8; HEADER_BYTES] {
-    let [a, b, c, d] = length;
-    let [e, f, g, h, ..] = *blake3::hash(&length).as_bytes();
-    [a, b, c, d, e, f, g, h]
+fn header(length: u32) -> [u8; HEADER_BYTES] {
+    let length = length.to_le_bytes();
+    let mut header = [0; HEADER_BYTES];
+    let check = blake3::hash(&length);
+    let bytes = length.iter().chain(check.as_bytes());
+    header.iter_mut().zip(bytes).for_each(|(place, byte)| *place = *byte);
+    header
 }
 
 /// A frame with this payload; `None` if it is 4 GiB or larger.
 pub(super) fn frame(payload: &[u8]) -> Option<Vec<u8>> {
     let length = u32::try_from(payload.len()).ok()?;
     let mut frame = Vec::with_capacity(HEADER_BYTES + payload.len() + CHECK_BYTES);
-    frame.extend_from_slice(&header(length.to_le_bytes()));
+    frame.extend_from_slice(&header(length));
     frame.extend_from_slice(payload);
     frame.extend(blake3::hash(payload).as_bytes().iter().take(CHECK_BYTES));
     Some(frame)
@@ -37,12 +40,12 @@ pub(super) fn payloads(file: &[u8]) -> Result<(Vec<&[u8]>, usize), DamagedFrame>
     let (mut payloads, mut rest) = (Vec::new(), file);
     while let Some((start, after)) = rest.split_first_chunk::<HEADER_BYTES>() {
         let damaged = || DamagedFrame { number: payloads.len() };
-        let [a, b, c, d, ..] = *start;
-        if *start != header([a, b, c, d]) {
+        let [length @ .., _, _, _, _] = *start;
+        let length = u32::from_le_bytes(length);
+        if *start != header(length) {
             return Err(damaged());
         }
-        let length = u32::from_le_bytes([a, b, c, d]) as usize;
-        let Some((payload, after)) = after.split_at_checked(length) else { break };
+        let Some((payload, after)) = after.split_at_checked(length as usize) else { break };
         let Some((check, after)) = after.split_at_checked(CHECK_BYTES) else { break };
         if !blake3::hash(payload).as_bytes().starts_with(check) {
             return Err(damaged());
