@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 
 from .shared import (
-    CHAT_PAUSES_S,
+    ChatTries,
     EpisodeBase,
     GatewayBase,
     client_options,
@@ -103,15 +103,17 @@ class AsyncEpisode(EpisodeBase):
     ) -> Reply:
         """Asks the policy; see `Episode.chat`."""
         request = self._chat_request(messages, tools, max_tokens)
-        problem = ""
-        for pause in CHAT_PAUSES_S:
+        tries = ChatTries(self._gateway.patience)
+        while True:
             reply = await post(self._gateway.http, **request)
             problem = problem_of(reply)
             if isinstance(reply, httpx.Response) and not problem:
                 return check_reply(reply.status_code, reply.text)
-            if pause is not None:
-                await asyncio.sleep(pause)
-        raise Unreachable(f"the policy at {self._gateway.url} does not answer: {problem}")
+            pause = tries.pause(reply)
+            if pause is None:
+                url = self._gateway.url
+                raise Unreachable(f"the policy at {url} does not answer: {problem}")
+            await asyncio.sleep(pause)
 
     async def finish(self, reward: float, metrics: Mapping[str, float] | None = None) -> str:
         """Returns the reward; see `Episode.finish`."""

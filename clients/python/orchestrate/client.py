@@ -13,7 +13,8 @@ import httpx
 
 from .sandbox import CommandResult, Sandbox, SandboxOptions
 from .shared import (
-    CHAT_PAUSES_S,
+    PATIENCE_S,
+    ChatTries,
     EpisodeBase,
     GatewayBase,
     client_options,
@@ -65,7 +66,7 @@ class Gateway(GatewayBase):
         secret: The token of `gateway.secret_env`, if the run asks for one.
         worker: Name of this worker in the run's messages; by default host and process.
         patience: Seconds for which a gateway that does not answer is asked again: it may be
-            starting.
+            starting, or its run may be resumed after a kill.
         verify: What `httpx` verifies certificates with.
         cert: Certificate and key of this client, for a gateway that asks for one.
     """
@@ -163,15 +164,16 @@ class Episode(EpisodeBase):
         if self.is_graded:
             raise OrchestrateError("a reward function cannot ask the policy")
         request = self._chat_request(messages, tools, max_tokens)
-        problem = ""
-        for pause in CHAT_PAUSES_S:
+        tries = ChatTries(self._gateway.patience if self._gateway else PATIENCE_S)
+        while True:
             reply = post(self._http, **request)
             problem = problem_of(reply)
             if isinstance(reply, httpx.Response) and not problem:
                 return check_reply(reply.status_code, reply.text)
-            if pause is not None:
-                time.sleep(pause)
-        raise Unreachable(f"the policy at {self._url} does not answer: {problem}")
+            pause = tries.pause(reply)
+            if pause is None:
+                raise Unreachable(f"the policy at {self._url} does not answer: {problem}")
+            time.sleep(pause)
 
     @property
     def sandbox(self) -> Sandbox:

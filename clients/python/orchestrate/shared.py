@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -20,8 +21,11 @@ from .wire import (
 #: Pauses between the tries of a request, in seconds; the last one is repeated.
 PAUSES_S = (0.1, 0.3, 1.0, 2.0, 5.0)
 
-#: Pauses between the tries of a request to the policy, in seconds; after the last try it fails.
-CHAT_PAUSES_S = (*PAUSES_S[:3], None)
+#: Pauses between the tries of a request to the policy that the gateway answers with a failure.
+CHAT_PAUSES_S = PAUSES_S[:3]
+
+#: Seconds for which a gateway that does not answer is asked again.
+PATIENCE_S = 60.0
 
 #: Requests that cannot be sent, e.g. because the secret has a line break.
 NEVER_SENT = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
@@ -61,6 +65,29 @@ def problem_of(outcome: httpx.Response | httpx.TransportError) -> str:
     return ""
 
 
+class ChatTries:
+    """When a request to the policy is sent again.
+
+    That is a few times if the gateway answers with a failure, and for `patience` seconds if it does
+    not answer, because its run may be resumed.
+    """
+
+    def __init__(self, patience: float) -> None:
+        self._patience = patience
+        self._failures = iter(CHAT_PAUSES_S)
+        self._pauses = pauses()
+        self._end: float | None = None
+
+    def pause(self, outcome: httpx.Response | httpx.TransportError) -> float | None:
+        """Seconds to wait before the next try; `None` if there is none."""
+        if isinstance(outcome, httpx.Response):
+            return next(self._failures, None)
+        if self._end is None:
+            self._end = time.monotonic() + self._patience
+        pause = next(self._pauses)
+        return pause if time.monotonic() + pause <= self._end else None
+
+
 class GatewayBase:
     """The settings of a gateway's client; see `Gateway`."""
 
@@ -70,7 +97,7 @@ class GatewayBase:
         secret: str | None = None,
         *,
         worker: str | None = None,
-        patience: float = 60.0,
+        patience: float = PATIENCE_S,
         verify: Any = True,
         cert: Any = None,
     ) -> None:

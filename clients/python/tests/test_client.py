@@ -195,6 +195,30 @@ def test_chat_reads_calls_and_tells_ends_apart(scripted: Start) -> None:
     assert (sent["model"], sent["max_tokens"]) == ("policy", 5)
 
 
+@pytest.mark.parametrize("client", ["blocking", "asyncio"])
+def test_a_request_is_sent_again_for_as_long_as_the_gateway_is_away(
+    scripted: Start, client: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("orchestrate.shared.PAUSES_S", (0.01,))
+    message = {"role": "assistant", "content": "ok"}
+    reply = {"choices": [{"message": message, "finish_reason": "stop"}]}
+    replies = iter([None] * 10 + [(200, reply)])
+    server = scripted(
+        lambda path, body: next(replies) if path.endswith("completions") else plain(path, body)
+    )
+
+    def blocking() -> str:
+        with Gateway(server.url) as gateway, gateway.take() as episode:
+            return episode.chat([]).content
+
+    async def awaited() -> str:
+        async with orchestrate.AsyncGateway(server.url) as gateway, await gateway.take() as episode:
+            return (await episode.chat([])).content
+
+    assert (blocking() if client == "blocking" else asyncio.run(awaited())) == "ok"
+    assert len(server.paths("completions")) == 11
+
+
 MALFORMED = ["", "{", "[1]", "null", '"{}"', '{"a": NaN}', '{"a": ' + "[" * 100_000, "9" * 5000]
 
 

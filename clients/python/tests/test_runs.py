@@ -14,7 +14,9 @@ import ssl
 import subprocess
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -200,7 +202,65 @@ def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
     assert len(acknowledged) == len(set(acknowledged)) > 12
     assert {states[attempt] for attempt in acknowledged} == {"sealed"}
     assert set(states.values()) <= {"sealed", "lost"}
-    assert any(what == "over" for what, _ in results), "a late result was to be refused"
+    # No reply that a worker got is lost: its episode goes on after the kill.
+    asked = {attempt for what, attempt in results if what == "asked"}
+    assert {states[attempt] for attempt in asked} == {"sealed"}
+
+
+def test_a_killed_run_continues_the_episodes_of_its_workers(start_run: Start) -> None:
+    run = start_run("run", *CONFIG, *listen(free_port()), *settings("run.retry_pause=0s"))
+
+    def kill(change: Callable[[], object] = lambda: None) -> None:
+        run.kill()
+        change()
+        run.resume()
+
+    def go_on(reply: orchestrate.Reply) -> list[dict[str, Any]]:
+        calls = reply.message.get("tool_calls") or []
+        results = [{"role": "tool", "tool_call_id": call["id"], "content": "ok"} for call in calls]
+        return [reply.message, *results, {"role": "user", "content": "go on"}]
+
+    with orchestrate.Gateway(run.url, patience=240.0) as gateway:
+        episode, damaged = gateway.take(), gateway.take()
+        attempt, broken = episode.taken.attempt, damaged.taken.attempt
+        history: list[dict[str, Any]] = [{"role": "user", "content": episode.task.prompt}]
+        first = episode.chat(history, max_tokens=24)
+        damaged.chat(history, max_tokens=24)
+        history += go_on(first)
+        kill()
+        second = episode.chat(history, max_tokens=24)
+        kill()
+        # It asks again, as if the kill had come before it got the reply.
+        again = episode.chat(history, max_tokens=24)
+        assert (again.content, again.tool_calls) == (second.content, second.tool_calls)
+        history += go_on(second)
+        # A request that is on its way, wherever it is.
+        with ThreadPoolExecutor() as threads:
+            third = threads.submit(episode.chat, history, max_tokens=24)
+            file = run.folder / "turns" / f"{broken}.turns"
+
+            def damage() -> None:
+                data = bytearray(file.read_bytes())
+                data[len(data) // 2] ^= 1
+                file.write_bytes(data)
+
+            kill(damage)
+            third.result()
+        assert (run.folder / "turns" / f"{attempt}.turns").exists()
+        assert episode.finish(1.0) == "scored"
+        assert not (run.folder / "turns" / f"{attempt}.turns").exists()
+        # The damaged one is named, and its episode is run again.
+        assert f"{broken}.turns is damaged" in run.log()
+        with pytest.raises(orchestrate.LeaseOver):
+            damaged.chat(history)
+        with pytest.raises(orchestrate.LeaseOver):
+            damaged.finish(1.0)
+    states = dict(run.rows("SELECT attempt_id, state FROM attempts"))
+    assert (states[attempt], states[broken]) == ("sealed", "lost")
+    ((text,),) = run.rows(f"SELECT summary FROM attempts WHERE attempt_id = '{attempt}'")
+    summary = json.loads(text)
+    assert summary["turns"] == 3
+    assert not summary.get("forks")
 
 
 def test_secrets_are_checked_and_agents_never_get_the_workers_secret(start_run: Start) -> None:

@@ -199,7 +199,9 @@ fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>)
                 Err(error) => layers.add_unreadable(file.as_str(), error),
             }
         }
-        sets.iter().for_each(|set| layers.add_assignment(set));
+        for set in sets {
+            layers.add_assignment(set);
+        }
         merged(layers)
     };
     let mut sections = layers(&texts, &source.sets)?;
@@ -213,7 +215,9 @@ fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>)
         layers(until_there, &[])
             .is_ok_and(|earlier| earlier.unread().iter().all(|other| other.key != problem.key))
     });
-    left_out.iter().for_each(|problem| sections.clear(&problem.key));
+    for problem in &left_out {
+        sections.clear(&problem.key);
+    }
     Ok((sections, left_out))
 }
 

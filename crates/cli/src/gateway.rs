@@ -13,7 +13,7 @@ use orchestrate_gateway::{
 use orchestrate_moe::http::{
     ConnectionObserver, Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
 };
-use orchestrate_rollout::{Outside, RolloutSettings};
+use orchestrate_rollout::{Outside, RolloutSettings, TurnJournals};
 use orchestrate_sandbox::{
     Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
@@ -69,8 +69,8 @@ impl Gateway {
     }
 
     /// The offers of this gateway, for the runner.
-    pub(crate) fn outside(&self) -> Outside {
-        Outside { offers: self.offers.clone(), grace: self.grace }
+    pub(crate) fn outside(&self, journals: TurnJournals) -> Outside {
+        Outside::new(self.offers.clone(), self.grace, journals)
     }
 
     /// Serves workers until `stop` is cancelled.

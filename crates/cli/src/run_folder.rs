@@ -148,7 +148,7 @@ async fn check_changes(before: &Settings, after: &Settings, reader: &Reader) -> 
 }
 
 /// Entries of a run folder that this program makes.
-const ENTRIES: [&str; 19] = [
+const ENTRIES: [&str; 20] = [
     PLAN_FILE,
     task_source::FILES_FILE,
     "status.json",
@@ -160,6 +160,7 @@ const ENTRIES: [&str; 19] = [
     "predictions.jsonl",
     "tensorboard",
     "routing",
+    "turns",
     "checkpoints",
     "batches",
     "blobs",

@@ -23,7 +23,7 @@ use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
     AGENT_FOLDER, ChatModel, ChatOptions, EpisodeRunner, GradeLogs, History, PrefillLeaders,
-    RowSharing, Scaffold,
+    RowSharing, Scaffold, TurnJournals,
 };
 use orchestrate_sandbox::{
     DockerHosts, ImageHooks, ImageLayer, ImageListener, SandboxLimits, SandboxProvider,
@@ -430,9 +430,11 @@ async fn outside_parts(
 ) -> anyhow::Result<Parts> {
     let tasks = task_source::task_set_of_run(settings, folder)?;
     let runner = runner(settings, folder, store, servers, Arc::new(NoSandboxes)).await?;
+    let lost = store.reader().lost_attempts().await?;
+    let journals = TurnJournals::open(&folder.join("turns"), &lost)?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
-    let outside = Some(gateway.outside());
+    let outside = Some(gateway.outside(journals));
     servers.add(|stop| gateway.serve(stop));
     Ok(Parts::new(EpisodeRunner { outside, ..runner }, tasks))
 }

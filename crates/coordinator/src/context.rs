@@ -13,11 +13,12 @@ use orchestrate_report::RunReport;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
 use orchestrate_store::Store;
-use orchestrate_types::{GroupId, PolicyVersion, RunId};
-use std::sync::Arc;
+use orchestrate_types::{AttemptId, EpisodeId, GroupId, PolicyVersion, RunId};
+use std::collections::HashMap;
 use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Duration;
-use tokio::sync::Semaphore;
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 use tracing::Instrument;
 
 /// Time for removing the containers that are still open at the end; the next start removes the
@@ -41,9 +42,20 @@ pub(crate) struct Context {
     pub(crate) plan: EvaluationPlan,
     pub(crate) reporter: Arc<dyn Reporter>,
     pub(crate) stop: Stop,
-    pub(crate) in_flight: Semaphore,
+    pub(crate) in_flight: Arc<Semaphore>,
+    /// Attempts that are continued after a kill, each with its place among those in flight, which it had
+    /// before. A worker waits for them, so they must not wait for others.
+    unfinished: Mutex<HashMap<EpisodeId, UnfinishedAttempt>>,
     pub(crate) live: LiveVersion,
     pub(crate) retries: RetryWatch,
+}
+
+/// An attempt that an earlier coordinator began.
+#[derive(Debug)]
+pub(crate) struct UnfinishedAttempt {
+    pub(crate) attempt: AttemptId,
+    /// `None` if `rollout.max_in_flight` was lowered since.
+    pub(crate) place: Option<OwnedSemaphorePermit>,
 }
 
 /// The weights that engines serve: an episode that starts now is sampled with them.
@@ -69,9 +81,15 @@ impl Context {
         reporter: Arc<dyn Reporter>,
         stop: Stop,
     ) -> Result<Self, RunError> {
+        let in_flight = Arc::new(Semaphore::new(plan.sampling.max_in_flight as usize));
+        let unfinished = episodes.unfinished().into_iter().map(|attempt| {
+            let place = Arc::clone(&in_flight).try_acquire_owned().ok();
+            (attempt.episode, UnfinishedAttempt { attempt, place })
+        });
         Ok(Self {
             run: store.reader().run().await?.run,
-            in_flight: Semaphore::new(plan.sampling.max_in_flight as usize),
+            unfinished: Mutex::new(unfinished.collect()),
+            in_flight,
             live: LiveVersion::default(),
             retries: RetryWatch::default(),
             store,
@@ -80,6 +98,11 @@ impl Context {
             reporter,
             stop,
         })
+    }
+
+    /// The attempt of an episode that is continued; the next call returns `None`.
+    pub(crate) fn take_unfinished(&self, episode: EpisodeId) -> Option<UnfinishedAttempt> {
+        self.unfinished.lock().unwrap_or_else(PoisonError::into_inner).remove(&episode)
     }
 
     pub(crate) fn report(&self, event: &Event) {

@@ -1,6 +1,6 @@
 //! Runs the episodes of many groups at the same time, up to `max_in_flight`.
 
-use crate::context::Context;
+use crate::context::{Context, UnfinishedAttempt};
 use crate::error::RunError;
 use crate::events::Event;
 use crate::record::{broken_report, to_record};
@@ -167,19 +167,36 @@ async fn run_episode(
     task: Arc<Task>,
 ) -> Result<EpisodeEnd, RunError> {
     let mut last = (Stage::Setup, "all attempts had failed before".to_owned());
+    let (mut unfinished, mut place) = match context.take_unfinished(episode) {
+        Some(UnfinishedAttempt { attempt, place }) => (Some(attempt), place),
+        None => (None, None),
+    };
     loop {
+        let in_flight = Arc::clone(&context.in_flight);
+        let acquire = async {
+            match place.take() {
+                Some(place) => Ok(place),
+                None => in_flight.acquire_owned().await,
+            }
+        };
         let permit = tokio::select! {
             biased;
             () = context.stop.drain.cancelled() => return Ok(EpisodeEnd::Stopped),
-            permit = context.in_flight.acquire().instrument(tracing::info_span!("queue")) => permit,
+            permit = acquire.instrument(tracing::info_span!("queue")) => permit,
         };
-        let attempt = match context.store.claim_attempt(episode).await? {
-            Claim::Attempt(attempt) => attempt,
-            Claim::Sealed => return Ok(EpisodeEnd::Sealed),
-            Claim::Quarantined => {
-                let (stage, error) = last;
-                return Ok(EpisodeEnd::GivenUp { stage, error });
+        let attempt = match unfinished.take() {
+            Some(attempt) => {
+                context.store.resume_attempt(attempt).await?;
+                attempt
             }
+            None => match context.store.claim_attempt(episode).await? {
+                Claim::Attempt(attempt) => attempt,
+                Claim::Sealed => return Ok(EpisodeEnd::Sealed),
+                Claim::Quarantined => {
+                    let (stage, error) = last;
+                    return Ok(EpisodeEnd::GivenUp { stage, error });
+                }
+            },
         };
         context.report(&Event::AttemptStarted { attempt });
         let seed = seed_of(context, attempt).await?;

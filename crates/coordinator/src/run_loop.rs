@@ -13,6 +13,7 @@
 //! | Killed while | Found at the next start | What happens |
 //! |---|---|---|
 //! | episodes run | attempts `lost`, containers of an older epoch | containers are swept, attempts repeated |
+//! | external agents run episodes | attempts `lost`, their turn journals | the attempts are continued |
 //! | groups fill | some episodes sealed | sealed episodes count, open ones run |
 //! | the batch is written | step `sampling`, batch `assembling` | the same members and bytes are written again |
 //! | the trainer works | step `training` | the same step id is submitted again and applied once |

@@ -97,6 +97,7 @@ mod registry;
 mod responses;
 mod router;
 mod sampler;
+mod secret;
 mod text;
 mod tokens;
 mod wire;
@@ -120,7 +121,7 @@ pub use fields::Overridden;
 #[cfg(any(test, fuzzing))]
 pub use foreign_text::{check_body, check_request};
 pub use message::{Message, Role, ToolCall};
-pub use offers::{FailureKind, Offer, OfferEnd, Offers, Terms};
+pub use offers::{FailureKind, LeaseRecord, Offer, OfferEnd, Offers, RestoredLease, Terms};
 pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;

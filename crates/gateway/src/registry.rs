@@ -5,31 +5,26 @@ use crate::options::GatewayOptions;
 use crate::problem::{Kind, Problem};
 use crate::router::{routes, spoken};
 use crate::sampler::Sampler;
+use crate::secret::{SecretDigest, secret};
 use axum::Router;
 use axum::extract::{Path, Request, State};
 use axum::middleware::{Next, from_fn_with_state};
 use axum::response::Response;
-use std::collections::HashMap;
-use std::fmt::{self, Write as _};
+use std::collections::{HashMap, HashSet};
+use std::fmt;
 use std::sync::{Arc, PoisonError, RwLock};
+use std::time::Duration;
+use tokio::sync::watch;
 
-/// Random bytes of a secret.
-const SECRET_BYTES: usize = 24;
+/// Maximum time that a request waits for its episode to be restored.
+const RESTORE_WAIT: Duration = Duration::from_secs(20);
 
-/// Generates a secret, in hexadecimal.
-pub(crate) fn secret() -> String {
-    let mut secret = String::with_capacity(2 * SECRET_BYTES);
-    for byte in rand::random::<[u8; SECRET_BYTES]>() {
-        // Writing to a string does not fail.
-        let _ = write!(secret, "{byte:02x}");
-    }
-    secret
-}
-
-/// Episodes by their secrets; clones are the same registry.
+/// Episodes by the digests of their secrets; clones are the same registry.
 #[derive(Clone)]
 pub struct Registry {
-    episodes: Arc<RwLock<HashMap<Arc<str>, Episode>>>,
+    episodes: Arc<RwLock<HashMap<SecretDigest, Episode>>>,
+    /// Secrets that an earlier process gave out and that are about to be restored.
+    expected: watch::Sender<HashSet<SecretDigest>>,
     options: GatewayOptions,
 }
 
@@ -37,24 +32,51 @@ impl fmt::Debug for Registry {
     /// Without the secrets.
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
         let mut out = out.debug_struct("Registry");
-        out.field("episodes", &self.len()).field("options", &self.options).finish()
+        out.field("episodes", &self.len()).field("options", &self.options).finish_non_exhaustive()
     }
 }
 
 impl Registry {
     /// A registry without episodes.
     pub fn new(options: GatewayOptions) -> Self {
-        Self { episodes: Arc::default(), options }
+        Self { episodes: Arc::default(), expected: watch::Sender::default(), options }
     }
 
     /// Adds an episode under a new secret. Dropping the registration removes it; replies that are
     /// being sampled are not interrupted by that.
     pub fn register(&self, sampler: Arc<dyn Sampler>) -> Registration {
         let secret: Arc<str> = secret().into();
-        let key = self.options.require_key.then(|| Arc::clone(&secret));
-        let episode = Episode::new(sampler, key);
-        self.write().insert(Arc::clone(&secret), episode);
-        Registration { secret, registry: self.clone() }
+        let entry = self.enter(SecretDigest::of(secret.as_bytes()), sampler);
+        Registration { secret, _entry: entry }
+    }
+
+    /// Adds an episode under the secret that has this digest.
+    pub(crate) fn enter(&self, secret: SecretDigest, sampler: Arc<dyn Sampler>) -> Entry {
+        let key = self.options.require_key.then_some(secret);
+        self.write().insert(secret, Episode::new(sampler, key));
+        Entry { secret, registry: self.clone() }
+    }
+
+    /// Lets requests with these secrets wait, because their episodes are about to be restored.
+    pub(crate) fn expect(&self, secrets: impl IntoIterator<Item = SecretDigest>) {
+        self.expected.send_modify(|expected| expected.extend(secrets));
+    }
+
+    /// Lets requests with these secrets be answered: their episodes were restored, or never will be.
+    pub(crate) fn settle(&self, secrets: impl IntoIterator<Item = SecretDigest>) {
+        self.expected.send_modify(|expected| {
+            for secret in secrets {
+                expected.remove(&secret);
+            }
+        });
+    }
+
+    /// Waits until nothing with this secret is about to be restored; `false` if that takes too long.
+    pub(crate) async fn is_settled(&self, secret: SecretDigest) -> bool {
+        let mut expected = self.expected.subscribe();
+        let settled = expected.wait_for(|expected| !expected.contains(&secret));
+        // The sender is part of this registry.
+        tokio::time::timeout(RESTORE_WAIT, settled).await.is_ok()
     }
 
     /// Number of episodes.
@@ -73,19 +95,31 @@ impl Registry {
         Router::new().nest("/e/{secret}", routes).fallback(unknown)
     }
 
-    fn find(&self, secret: &str) -> Option<Episode> {
-        self.episodes.read().unwrap_or_else(PoisonError::into_inner).get(secret).cloned()
+    fn find(&self, secret: SecretDigest) -> Option<Episode> {
+        self.episodes.read().unwrap_or_else(PoisonError::into_inner).get(&secret).cloned()
     }
 
-    fn write(&self) -> std::sync::RwLockWriteGuard<'_, HashMap<Arc<str>, Episode>> {
+    fn write(&self) -> std::sync::RwLockWriteGuard<'_, HashMap<SecretDigest, Episode>> {
         self.episodes.write().unwrap_or_else(PoisonError::into_inner)
     }
 }
 
-/// An episode's place in a [`Registry`].
+/// An episode's place in a [`Registry`], which ends when this is dropped.
+pub(crate) struct Entry {
+    secret: SecretDigest,
+    registry: Registry,
+}
+
+impl Drop for Entry {
+    fn drop(&mut self) {
+        self.registry.write().remove(&self.secret);
+    }
+}
+
+/// An episode's place in a [`Registry`], and its secret.
 pub struct Registration {
     secret: Arc<str>,
-    registry: Registry,
+    _entry: Entry,
 }
 
 impl fmt::Debug for Registration {
@@ -107,12 +141,6 @@ impl Registration {
     }
 }
 
-impl Drop for Registration {
-    fn drop(&mut self) {
-        self.registry.write().remove(&self.secret);
-    }
-}
-
 /// Gives a request its episode.
 async fn enter(
     State(registry): State<Registry>,
@@ -121,6 +149,12 @@ async fn enter(
     next: Next,
 ) -> Response {
     let secret = parameters.get("secret").map_or("", String::as_str);
+    let secret = SecretDigest::of(secret.as_bytes());
+    if !registry.is_settled(secret).await {
+        let message = "the run was restarted and has not restored this episode yet; send it again";
+        let dialect = spoken(request.uri(), request.headers());
+        return Problem::new(Kind::Unavailable, message).response(dialect);
+    }
     match registry.find(secret) {
         Some(episode) => {
             request.extensions_mut().insert(episode);

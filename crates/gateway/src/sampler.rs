@@ -7,6 +7,7 @@ use crate::message::{Message, ToolCall};
 use crate::problem::{Kind, Problem};
 use crate::text::TextSink;
 use async_trait::async_trait;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::fmt::Debug;
 use std::sync::Arc;
@@ -141,7 +142,7 @@ pub struct SampleRequest {
 }
 
 /// How a client asks for a reply to be sampled. It decides in evaluations; in training the run's settings do.
-#[derive(Clone, Copy, Debug, Default, PartialEq)]
+#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct AskedSampling {
     /// Softmax temperature; 0 is greedy.
     pub temperature: Option<f32>,

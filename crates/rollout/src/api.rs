@@ -214,6 +214,12 @@ pub trait Episodes: Send + Sync + std::fmt::Debug {
 
     /// Called once the outcome of an attempt is in the journal.
     fn recorded(&self, _attempt: AttemptId, _outcome: &Outcome) {}
+
+    /// Attempts that an earlier process of the run began, and that [`Episodes::run`] continues if it is
+    /// called for them again. Each is the newest attempt of an open episode.
+    fn unfinished(&self) -> Vec<AttemptId> {
+        Vec::new()
+    }
 }
 
 /// The opening messages of a task: the system prompt, if any, and the problem statement.

@@ -48,6 +48,7 @@ mod tool_format;
 mod tool_server;
 mod toolbox;
 mod tree;
+mod turn_journal;
 mod vocabulary;
 
 pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, Outside};
@@ -83,4 +84,5 @@ pub use tool_server::{
     ToolServerError, ToolServerErrorKind, ToolServerSection, ToolServerSettings, ToolServers,
 };
 pub use tree::TreeChange;
+pub use turn_journal::{TurnJournalError, TurnJournals};
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -10,7 +10,7 @@ use crate::chat::ChatModel;
 use crate::config::RolloutSettings;
 use crate::dialogue::{Dialogue, TurnText};
 use crate::prefill::{PrefillKey, PrefillLeader, PrefillLeaders, PrefillRole};
-use crate::rows::{EpisodeRows, RowSharing, RowsRefused};
+use crate::rows::{EpisodeRows, JoinedRows, RowSharing, RowsRefused};
 use orchestrate_engine::{
     CountedPrompt, Engine, Finish, GenerateRequest, Generation, MessageReply, Prompt, Reply,
     SampledTokens, Sampling, SessionOpening, TokenListener, TokenPrompt, VersionSpan,
@@ -18,6 +18,7 @@ use orchestrate_engine::{
 use orchestrate_gateway::AskedSampling;
 use orchestrate_routing::{MixedRows, RoutingMask};
 use orchestrate_types::{Attribution, ModelShape, PolicyVersion, RequestId, Retry, TokenId};
+use std::collections::VecDeque;
 use std::ops::Range;
 use std::sync::Arc;
 use std::time::Duration;
@@ -28,6 +29,9 @@ use tracing::Span;
 /// Maximum number of engine calls for one generation. With the pauses between them an engine may be
 /// unreachable for about a minute, long enough for a restart.
 const MAX_TRIES: u32 = 8;
+
+/// Numbers of tries that are set apart for each process of an attempt, so that no request id is used again.
+const TRIES_PER_START: u32 = 1000;
 
 /// Maximum number of these calls that may end with a late or invalid reply.
 const MAX_REPLY_TRIES: u32 = 3;
@@ -53,6 +57,8 @@ pub(crate) struct Calls {
     pub(crate) stop: CancellationToken,
     /// End of the agent's time; `None` before it has started.
     pub(crate) deadline: Option<Instant>,
+    /// How often the attempt was continued after its process was killed.
+    pub(crate) restarts: u32,
 }
 
 impl Calls {
@@ -98,6 +104,18 @@ pub(crate) struct Sampled {
     pub(crate) cached_tokens: usize,
 }
 
+/// An engine call whose reply was accepted, with what accepting it depended on. A line that gets the same
+/// calls again has the same tokens, rows and counters.
+#[derive(Debug, Clone)]
+pub(crate) struct AcceptedCall {
+    /// The reply as it arrived.
+    pub(crate) generation: Generation,
+    /// What its rows joined.
+    pub(crate) joined: JoinedRows,
+    /// Whether the line was the first of its group to sample.
+    pub(crate) was_leading: bool,
+}
+
 /// Why there is no reply.
 #[derive(Debug)]
 pub(crate) enum NoReply {
@@ -132,6 +150,10 @@ pub(crate) struct Line {
     pub(crate) asked: AskedSampling,
     /// Who is told of tokens while they are sampled.
     pub(crate) listener: Option<Arc<dyn TokenListener>>,
+    /// The calls of the generation, if they are recorded.
+    pub(crate) recorded: Option<Vec<AcceptedCall>>,
+    /// Calls of an earlier process, which take the place of those to the engine.
+    pub(crate) replayed: Option<VecDeque<AcceptedCall>>,
     /// Whether the last stored reply was aborted, so that the next reply continues its turn.
     turn_is_open: bool,
     counters: Counters,
@@ -221,6 +243,8 @@ impl Line {
             stops: Arc::default(),
             asked: AskedSampling::default(),
             listener: None,
+            recorded: None,
+            replayed: None,
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -256,6 +280,8 @@ impl Line {
             stops: Arc::default(),
             asked: AskedSampling::default(),
             listener: None,
+            recorded: None,
+            replayed: None,
             turn_is_open: false,
             counters: Counters::default(),
         }
@@ -275,6 +301,8 @@ impl Line {
             stops: Arc::clone(&self.stops),
             asked: self.asked,
             listener: None,
+            recorded: None,
+            replayed: None,
             turn_is_open: self.turn_is_open,
             counters: self.counters,
         }
@@ -315,13 +343,17 @@ impl Line {
         if let (true, Some(problem)) = (calls.request.want_routing, &self.routing_problem) {
             return Err(NoReply::Failed(problem.clone()));
         }
-        if calls.stop.is_cancelled() {
-            return Err(NoReply::Stopped);
-        }
         if !resumed {
             self.tries = 0;
         }
-        let reply = self.try_generate(calls, id).await?;
+        let (reply, was_leading) = match &mut self.replayed {
+            Some(replayed) => {
+                let call = replayed.pop_front();
+                self.replay(calls, call)?
+            }
+            None if calls.stop.is_cancelled() => return Err(NoReply::Stopped),
+            None => (self.try_generate(calls, id).await?, self.leading.is_some()),
+        };
         let (generation, message_text) = match reply {
             Reply::Tokens(generation) => (generation, None),
             Reply::Message(reply) => {
@@ -338,7 +370,7 @@ impl Line {
             return Ok(Sampled { finish, tokens, resumed, message_text: None, cached_tokens });
         }
         Span::current().record("engine", generation.worker.as_str());
-        self.count(&generation, id.turn, resumed);
+        self.count(&generation, id.turn, resumed, was_leading);
         self.buffer.push_reply(&generation, resumed, self.version);
         self.turn_is_open = finish == Finish::Abort;
         if let (Some(rows), Some(span)) = (&mut self.rows, generation.versions().first()) {
@@ -361,7 +393,6 @@ impl Line {
         let Some(deadline) = calls.deadline else {
             return Err(NoReply::Failed("the episode's time limit was not started".to_owned()));
         };
-        let prompt_tokens = self.buffer.prompt_len();
         if self.buffer.is_empty() && self.tries == 0 {
             let prompt = self.buffer.prompt_for_turn();
             self.open_session(calls, &prompt).await;
@@ -383,7 +414,7 @@ impl Line {
                 return Err(NoReply::TimeUp);
             };
             let (error, retry) = match result {
-                Ok(mut reply) => match self.accept(&calls.chat, &mut reply, prompt_tokens) {
+                Ok(mut reply) => match self.accept_recorded(&calls.chat, &mut reply) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -458,14 +489,9 @@ impl Line {
     /// Before the first call: opens the session, waits for the first attempt of the group or becomes
     /// it, and takes the rows that are cached for this prompt.
     async fn open_session(&mut self, calls: &Calls, prompt: &[TokenId]) {
-        let EpisodeRequest { run, attempt, .. } = calls.request;
         let engine = &calls.engine;
-        let group = attempt.episode.group;
-        engine.open_session(&SessionOpening {
-            session: &self.session.name,
-            group: Some(&format!("{}-{group}", run.short())),
-            prompt_tokens: prompt.len(),
-        });
+        let group = calls.request.attempt.episode.group;
+        self.announce_session(calls, prompt);
         let worker = engine.worker_of(&self.session.name);
         let key = PrefillKey { group, version: self.version, worker };
         let patience = calls.plan.follow_wait.0.min(calls.remaining());
@@ -484,6 +510,59 @@ impl Line {
             let worker = engine.worker_of(&self.session.name);
             rows.seed(prompt, self.version, worker).await;
         }
+    }
+
+    fn announce_session(&self, calls: &Calls, prompt: &[TokenId]) {
+        let EpisodeRequest { run, attempt, .. } = calls.request;
+        calls.engine.open_session(&SessionOpening {
+            session: &self.session.name,
+            group: Some(&format!("{}-{}", run.short(), attempt.episode.group)),
+            prompt_tokens: prompt.len(),
+        });
+    }
+
+    /// Takes the reply of a call of an earlier process as if the engine had just sent it.
+    fn replay(
+        &mut self,
+        calls: &Calls,
+        call: Option<AcceptedCall>,
+    ) -> Result<(Reply, bool), NoReply> {
+        let Some(AcceptedCall { generation, joined, was_leading }) = call else {
+            return Err(NoReply::Failed("the record has no reply for this call".to_owned()));
+        };
+        let prompt = self.buffer.prompt_for_turn();
+        if self.buffer.is_empty() && self.tries == 0 {
+            self.announce_session(calls, &prompt);
+        }
+        self.tries += 1;
+        let refused = |error: &dyn std::fmt::Display| {
+            NoReply::Failed(format!("the recorded reply does not fit: {error}"))
+        };
+        if let Some(rows) = &mut self.rows {
+            rows.join_again(joined, &prompt, self.version).map_err(|error| refused(&error))?;
+        }
+        let mut reply = Reply::Tokens(generation);
+        self.accept(&calls.chat, &mut reply).map_err(|error| match error {
+            Refusal::Reply(problem) | Refusal::Routing(problem) => refused(&problem),
+        })?;
+        Ok((reply, was_leading))
+    }
+
+    /// Accepts a reply, and records it if calls are recorded.
+    fn accept_recorded(&mut self, chat: &ChatModel, reply: &mut Reply) -> Result<(), Refusal> {
+        let call = match &*reply {
+            Reply::Tokens(generation) if self.recorded.is_some() => Some(AcceptedCall {
+                generation: generation.clone(),
+                joined: self.rows.as_ref().map(EpisodeRows::joined).unwrap_or_default(),
+                was_leading: self.leading.is_some(),
+            }),
+            Reply::Tokens(_) | Reply::Message(_) => None,
+        };
+        self.accept(chat, reply)?;
+        if let Some(recorded) = &mut self.recorded {
+            recorded.extend(call);
+        }
+        Ok(())
     }
 
     fn engine_request(
@@ -511,7 +590,12 @@ impl Line {
         };
         let may_be_refused = self.rows.as_ref().is_some_and(EpisodeRows::has_unconfirmed_seed);
         GenerateRequest {
-            request_id: RequestId::new(run, attempt, ordinal, self.tries),
+            request_id: RequestId::new(
+                run,
+                attempt,
+                ordinal,
+                self.tries + calls.restarts * TRIES_PER_START,
+            ),
             session: self.session.name.clone(),
             prompt,
             sampling,
@@ -522,14 +606,9 @@ impl Line {
         }
     }
 
-    /// Takes the rows of a reply to a prompt of `prompt` tokens, whose tokens the engine has checked.
-    /// A refused reply leaves no trace.
-    fn accept(
-        &mut self,
-        chat: &ChatModel,
-        reply: &mut Reply,
-        prompt: usize,
-    ) -> Result<(), Refusal> {
+    /// Takes the rows of a reply, whose tokens the engine has checked. A refused reply leaves no trace.
+    fn accept(&mut self, chat: &ChatModel, reply: &mut Reply) -> Result<(), Refusal> {
+        let prompt = self.buffer.prompt_len();
         let generation = match (&self.dialogue, reply) {
             (None, Reply::Tokens(generation)) => generation,
             (Some(_), Reply::Message(_)) => return Ok(()),
@@ -563,13 +642,13 @@ impl Line {
     /// perfect cache would have had. The last are the tokens of the turn before, or at the first turn
     /// the whole prompt unless this episode is the group's first to send it; the last token is always
     /// computed. A prefix that other tasks share may be cached, too, so hits are a lower bound.
-    fn count(&mut self, generation: &Generation, turn: u32, resumed: bool) {
+    fn count(&mut self, generation: &Generation, turn: u32, resumed: bool, was_leading: bool) {
         let prompt = self.buffer.prompt_len();
         let seen_before = if resumed {
             0
         } else if turn > 0 {
             self.buffer.common_len()
-        } else if self.leading.is_some() {
+        } else if was_leading {
             0
         } else {
             prompt

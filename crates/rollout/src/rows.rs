@@ -44,6 +44,24 @@ pub(crate) enum RowsRefused {
     StaleSeed,
 }
 
+/// What the rows of a reply join.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub(crate) struct JoinedRows {
+    /// Number of rows.
+    pub(crate) held: usize,
+    /// The rows, if they came from the cache and no reply has confirmed them yet.
+    pub(crate) cached: Option<CachedRows>,
+}
+
+/// Rows of the cache.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct CachedRows {
+    /// The worker that computed them, where rows are shared per worker.
+    pub(crate) worker: String,
+    /// The rows in stored form.
+    pub(crate) bytes: Vec<u8>,
+}
+
 /// The routing rows that a line has collected so far.
 #[derive(Debug, Clone)]
 pub(crate) struct EpisodeRows {
@@ -59,6 +77,8 @@ pub(crate) struct EpisodeRows {
     worker: String,
     /// Number of leading rows that came from the cache or from another line.
     seeded: usize,
+    /// Whether these came from the cache.
+    is_cached: bool,
     pub(crate) counts: RowCounts,
 }
 
@@ -84,6 +104,7 @@ impl EpisodeRows {
             chain: None,
             worker: String::new(),
             seeded: 0,
+            is_cached: false,
             counts: RowCounts::default(),
         })
     }
@@ -121,6 +142,7 @@ impl EpisodeRows {
             chain: None,
             worker: self.worker.clone(),
             seeded,
+            is_cached: false,
             counts: RowCounts::default(),
         }
     }
@@ -157,6 +179,53 @@ impl EpisodeRows {
         let found = tokio::task::spawn_blocking(move || cache.lookup(&chain)).await;
         self.builder.seed(found.unwrap_or_default(), version);
         self.seeded = self.builder.rows();
+        self.is_cached = true;
+    }
+
+    /// What the rows of the next reply join.
+    pub(crate) fn joined(&self) -> JoinedRows {
+        let held = self.builder.rows();
+        let is_cached = self.is_cached && self.has_unconfirmed_seed();
+        let mask = is_cached.then(|| self.builder.clone().finish(held + 1).ok()).flatten();
+        let cached = mask.map(|mask| CachedRows {
+            worker: self.worker.clone(),
+            bytes: (0..held).filter_map(|row| mask.row(row)).collect::<Vec<_>>().concat(),
+        });
+        JoinedRows { held, cached }
+    }
+
+    /// Has what the rows of a reply joined in an earlier process, for the same `prompt`.
+    pub(crate) fn join_again(
+        &mut self,
+        joined: JoinedRows,
+        prompt: &[TokenId],
+        version: PolicyVersion,
+    ) -> Result<(), RowsRefused> {
+        let JoinedRows { held, cached } = joined;
+        if let Some(CachedRows { worker, bytes }) = cached {
+            self.start_chain(version, Some(worker));
+            if let Some(chain) = &mut self.chain {
+                chain.extend_to(prompt);
+            }
+            let rows = RoutedRows::new(&self.shape, 0, &bytes)?;
+            self.builder.push(rows, held + 1, version)?;
+            self.seeded = held;
+            self.is_cached = true;
+        } else if held == 0 && self.has_unconfirmed_seed() {
+            self.drop_seed();
+        }
+        let found = self.builder.rows();
+        if found == held {
+            Ok(())
+        } else {
+            Err(RowsRefused::WrongEnd { end: found, expected: held })
+        }
+    }
+
+    fn drop_seed(&mut self) {
+        self.builder.truncate(0);
+        self.seeded = 0;
+        self.chain = None;
     }
 
     /// Adds the rows of a reply to a prompt of `prompt` tokens. Refused rows change nothing, except
@@ -182,9 +251,7 @@ impl EpisodeRows {
         let is_stale =
             has_moved || self.builder.versions().iter().any(|rows| rows.version != first);
         if self.has_unconfirmed_seed() && is_stale {
-            self.builder.truncate(0);
-            self.seeded = 0;
-            self.chain = None;
+            self.drop_seed();
             return Err(RowsRefused::StaleSeed);
         }
         let is_first = self.builder.rows() == 0;

@@ -92,8 +92,16 @@ impl Episodes for EpisodeRunner {
 
     fn recorded(&self, attempt: AttemptId, outcome: &Outcome) {
         if let Some(outside) = &self.outside {
+            // Before the result is acknowledged, so that no file is left when the run ends.
+            outside.journals.remove(attempt);
             outside.offers.recorded(attempt, outcome.name());
         }
+    }
+
+    fn unfinished(&self) -> Vec<AttemptId> {
+        let outside = self.outside.iter();
+        let unfinished = outside.flat_map(|outside| outside.journals.unfinished());
+        unfinished.map(|(attempt, _)| attempt).collect()
     }
 }
 
@@ -109,6 +117,7 @@ impl EpisodeRunner {
             leaders: self.prefill_leaders.clone(),
             stop: stop.clone(),
             deadline: None,
+            restarts: 0,
         }
     }
 

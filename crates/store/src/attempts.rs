@@ -4,12 +4,14 @@
 //! |---|---|---|
 //! | – | [`Store::open_group`] | group filling, episodes open |
 //! | episode open | [`Store::claim_attempt`] | attempt intended |
+//! | attempt lost | [`Store::resume_attempt`] | attempt intended |
 //! | attempt intended | [`Store::seal_attempt`] | attempt sealed (or superseded), episode sealed |
 //! | attempt intended | [`Store::break_attempt`] | attempt broken; episode open or quarantined |
 //! | attempt intended | [`Store::abort_attempt`] | attempt aborted, episode open |
 //! | group filling | [`Store::keep_group`], [`Store::drop_group`] | kept or dropped |
 //!
-//! An attempt that was running when its coordinator died is marked lost at the next start.
+//! An attempt that was running when its coordinator died is marked lost at the next start. It can be
+//! resumed if it is the newest one of an open episode.
 
 use crate::error::StoreError;
 use crate::record::EpisodeRecord;
@@ -137,6 +139,26 @@ impl Store {
             .map_err(&fail)?;
         self.commit(write, "claim_attempt").await?;
         Ok(Claim::Attempt(id))
+    }
+
+    /// Continues an attempt that was lost with an earlier coordinator.
+    ///
+    /// # Errors
+    /// [`StoreError::Refused`] if it is not the newest attempt of an open episode, or not lost,
+    /// [`StoreError::Fenced`], and any database error.
+    pub async fn resume_attempt(&self, attempt: AttemptId) -> Result<(), StoreError> {
+        let mut write = self.begin("resume_attempt").await?;
+        let changed = sqlx::query(sql::RESUME_ATTEMPT)
+            .bind(attempt.to_string())
+            .bind(write.epoch)
+            .execute(&mut *write.tx)
+            .await
+            .map_err(write.fail())?
+            .rows_affected();
+        if changed != 1 {
+            return Err(write.refuse(format!("attempt {attempt} cannot be resumed")));
+        }
+        self.commit(write, "resume_attempt").await
     }
 
     /// Stores a finished attempt and makes it the episode's outcome.

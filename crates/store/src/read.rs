@@ -10,7 +10,7 @@ use crate::rows::{
 };
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_types::{EpisodeId, GroupId, Outcome, PolicyVersion, RunId};
+use orchestrate_types::{AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId};
 use sqlx::sqlite::SqlitePool;
 use std::collections::HashSet;
 use std::fmt::Display;
@@ -353,6 +353,19 @@ impl Reader {
             .await
             .map_err(self.fail("attempts"))?;
         rows.into_iter().map(|row| self.attempt_row(row)).collect()
+    }
+
+    /// Attempts that were lost with an earlier coordinator and that can be resumed: each is the newest one
+    /// of an open episode.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn lost_attempts(&self) -> Result<Vec<AttemptId>, StoreError> {
+        let rows: Vec<(String,)> = sqlx::query_as(sql::SELECT_LOST)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(self.fail("lost_attempts"))?;
+        rows.iter().map(|(id,)| self.parse(id)).collect()
     }
 
     /// The newest attempts, newest first: of all episodes, or of training in `step`. Episodes without an

@@ -62,6 +62,16 @@ pub(crate) const LAST_ATTEMPT: &str =
 pub(crate) const INSERT_ATTEMPT: &str = "INSERT INTO attempts \
      (attempt_id, episode_id, attempt, state, epoch, opened_us) \
      VALUES ($1, $2, $3, 'intended', $4, $5)";
+/// The newest attempts of open episodes, where they are lost.
+pub(crate) const SELECT_LOST: &str = "SELECT a.attempt_id FROM attempts a \
+     JOIN episodes e ON e.episode_id = a.episode_id \
+     WHERE e.state = 'open' AND a.state = 'lost' AND a.attempt = \
+     (SELECT MAX(b.attempt) FROM attempts b WHERE b.episode_id = a.episode_id) \
+     ORDER BY a.attempt_id";
+pub(crate) const RESUME_ATTEMPT: &str = "UPDATE attempts SET state = 'intended', epoch = $2, \
+     closed_us = NULL WHERE attempt_id = $1 AND state = 'lost' \
+     AND attempt = (SELECT MAX(b.attempt) FROM attempts b WHERE b.episode_id = attempts.episode_id) \
+     AND episode_id IN (SELECT episode_id FROM episodes WHERE state = 'open')";
 pub(crate) const CLOSE_ATTEMPT: &str = "UPDATE attempts SET state = $2, outcome = $3, \
      summary = $4, blob = $5, blob_bytes = $6, epoch = $7, closed_us = $8 \
      WHERE attempt_id = $1 AND state = 'intended'";
@@ -158,6 +168,8 @@ pub(crate) const ALL: &[&str] = &[
     SELECT_ALL_EPISODES,
     LAST_ATTEMPT,
     INSERT_ATTEMPT,
+    SELECT_LOST,
+    RESUME_ATTEMPT,
     CLOSE_ATTEMPT,
     COUNT_BROKEN,
     SELECT_ATTEMPTS,

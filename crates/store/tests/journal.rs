@@ -150,6 +150,40 @@ async fn running_attempt_is_lost_with_its_coordinator() {
 }
 
 #[tokio::test]
+async fn the_newest_lost_attempt_of_an_open_episode_can_be_resumed() {
+    let (_temp, path) = folder();
+    let store = create(&path).await;
+    store.open_group(GROUP, 1, "t", 4).await.unwrap();
+    let lost = claim(&store, episode(0)).await;
+    let older = claim(&store, episode(1)).await;
+    let sealed = claim(&store, episode(2)).await;
+    store.seal_attempt(&record(sealed, Outcome::Scored { reward: 1.0 })).await.unwrap();
+    let aborted = claim(&store, episode(3)).await;
+    store.abort_attempt(aborted).await.unwrap();
+    assert_eq!(store.reader().lost_attempts().await.unwrap(), []);
+    drop(store);
+    let store = Store::open(&path).await.unwrap();
+    assert_eq!(store.reader().lost_attempts().await.unwrap(), [lost, older]);
+    let newer = claim(&store, episode(1)).await;
+    assert_eq!(newer.attempt, 2);
+    assert_eq!(store.reader().lost_attempts().await.unwrap(), [lost]);
+    store.resume_attempt(lost).await.unwrap();
+    for attempt in [lost, older, newer, sealed, aborted] {
+        let refused = store.resume_attempt(attempt).await;
+        assert!(matches!(refused, Err(StoreError::Refused { .. })), "{attempt}: {refused:?}");
+    }
+    let row = store.reader().attempts(episode(0)).await.unwrap().remove(0);
+    assert_eq!((row.state, row.closed_us), (AttemptState::Intended, None));
+    // Lost once more, it is resumed and sealed by the third coordinator.
+    drop(store);
+    let store = Store::open(&path).await.unwrap();
+    store.resume_attempt(lost).await.unwrap();
+    let sealed = store.seal_attempt(&record(lost, Outcome::Scored { reward: 0.5 })).await.unwrap();
+    assert_eq!(sealed, Sealing::Sealed);
+    assert_eq!(store.reader().attempts(episode(0)).await.unwrap().len(), 1);
+}
+
+#[tokio::test]
 async fn replaced_coordinator_writes_nothing() {
     let (_temp, path) = folder();
     let store = create(&path).await;

@@ -18,7 +18,7 @@ use orchestrate_routing::{RoutingMask, RowVersion};
 use orchestrate_sandbox::{Sandbox, SandboxError, SandboxProvider, SandboxSpec, SweepReport};
 use orchestrate_store::Failpoint;
 use orchestrate_types::{
-    AbortCause, ModelShape, Outcome, PolicyVersion, RunId, Trajectory, TurnSpan,
+    AbortCause, AttemptId, ModelShape, Outcome, PolicyVersion, RunId, Trajectory, TurnSpan,
 };
 use std::collections::{BTreeMap, BTreeSet};
 use std::future::Future;
@@ -98,6 +98,8 @@ pub(crate) struct ToyEpisodes {
     pub(crate) started: Notify,
     /// Whether episodes wait for the stop token instead of ending.
     pub(crate) hold: AtomicBool,
+    /// Attempts of an earlier process that are continued.
+    pub(crate) unfinished: Mutex<Vec<AttemptId>>,
 }
 
 impl std::fmt::Debug for ToyEpisodes {
@@ -108,6 +110,10 @@ impl std::fmt::Debug for ToyEpisodes {
 
 #[async_trait::async_trait]
 impl Episodes for ToyEpisodes {
+    fn unfinished(&self) -> Vec<AttemptId> {
+        std::mem::take(&mut *self.unfinished.lock().unwrap())
+    }
+
     async fn run(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
         let running = self.running.fetch_add(1, Ordering::SeqCst) + 1;
         self.most_running.fetch_max(running, Ordering::SeqCst);

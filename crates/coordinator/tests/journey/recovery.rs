@@ -3,6 +3,9 @@
 use crate::parts::Kill;
 use crate::support::{World, plan, usual};
 use orchestrate_coordinator::RunEnd;
+use orchestrate_store::{AttemptState, Reader};
+use std::collections::{BTreeMap, BTreeSet};
+use std::sync::atomic::Ordering;
 
 /// Asserts that a killed run has the same result as the reference run, which was not killed.
 async fn assert_same(world: &World, reference: &World, what: &str) {
@@ -87,6 +90,50 @@ async fn repeated_kills_even_during_recovery_do_not_change_the_result() {
         assert!(starts > 2);
         assert_same(&world, &reference, &format!("{starts} starts")).await;
     }
+}
+
+/// As with external agents, whose episodes outlive the coordinator.
+#[tokio::test]
+async fn attempts_that_are_continued_after_a_kill_are_sealed_once_and_keep_their_number() {
+    let reference = reference().await;
+    let numbers = async |world: &World| {
+        let reader = Reader::open(&world.folder).await.unwrap();
+        let mut numbers = BTreeMap::new();
+        for episode in reader.episodes().await.unwrap() {
+            for row in reader.attempts(episode.id).await.unwrap() {
+                let is_valid = matches!(row.state, AttemptState::Sealed | AttemptState::Broken);
+                assert!(is_valid, "{} is {:?}", row.id, row.state);
+                numbers.insert(row.id, row.state);
+            }
+        }
+        numbers
+    };
+    let expected = numbers(&reference).await;
+    let mut names = BTreeSet::new();
+    for point in (1..).step_by(5) {
+        let mut world = World::new(plan(2), usual);
+        world.continues = true;
+        let kill = Kill::after(point);
+        if let Some(end) = world.start(&kill).await {
+            end.unwrap();
+            assert!(point > 150, "only {point} points");
+            break;
+        }
+        // Killed again while it continues.
+        let again = Kill::after(9);
+        if let Some(end) = world.start(&again).await {
+            end.unwrap();
+        } else {
+            world.finish().await;
+        }
+        names.append(&mut again.names.lock().unwrap().clone());
+        let what = format!("killed at point {point}");
+        assert_same(&world, &reference, &what).await;
+        assert_eq!(numbers(&world).await, expected, "{what}");
+        let limit = world.plan.sampling.max_in_flight as usize;
+        assert!(world.episodes.most_running.load(Ordering::SeqCst) <= limit, "{what}");
+    }
+    assert!(names.contains("resume_attempt.before") && names.contains("resume_attempt.after"));
 }
 
 /// Which weights an episode is sampled with depends on when it starts, so two runs differ. But each step

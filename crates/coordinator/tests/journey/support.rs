@@ -20,6 +20,8 @@ use tokio::sync::Notify;
 
 /// Everything outside of the coordinator, and its run folder.
 pub(crate) struct World {
+    /// Whether lost attempts are continued at the next start.
+    pub(crate) continues: bool,
     _temp: TempDir,
     pub(crate) folder: Utf8PathBuf,
     pub(crate) episodes: Arc<ToyEpisodes>,
@@ -135,6 +137,7 @@ impl World {
                 most_running: AtomicUsize::new(0),
                 started: Notify::new(),
                 hold: AtomicBool::new(false),
+                unfinished: Mutex::default(),
             }),
             engine,
             trainer: Arc::new(ToyTrainer {
@@ -147,6 +150,7 @@ impl World {
                 kill: Mutex::new(kill),
             }),
             sandboxes: Arc::default(),
+            continues: false,
             plan,
             tasks: TaskSet { train, held_out, held_out_families: families },
             events: Arc::default(),
@@ -183,6 +187,10 @@ impl World {
         *self.engine.kill.lock().unwrap() = kill.clone();
         *self.trainer.kill.lock().unwrap() = kill.clone();
         self.episodes.running.store(0, Ordering::SeqCst);
+        if self.continues {
+            let lost = store.reader().lost_attempts().await.unwrap();
+            *self.episodes.unfinished.lock().unwrap() = lost;
+        }
         store
     }
 

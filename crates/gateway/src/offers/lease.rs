@@ -1,8 +1,9 @@
 //! The rules of leases, without I/O.
 
-use super::terms::{Begin, OfferEnd, Returned, Terms};
+use super::terms::{Begin, LeaseRecord, OfferEnd, RestoredLease, Returned, Terms};
 use super::wire::{Problem, Taken};
-use crate::registry::{Registration, Registry, secret};
+use crate::registry::{Entry, Registry};
+use crate::secret::{SecretDigest, secret};
 use orchestrate_types::AttemptId;
 use serde_json::Value;
 use std::collections::{HashMap, VecDeque};
@@ -42,18 +43,26 @@ impl Slot {
         let phase = watch::Sender::new(Phase::Waiting);
         Arc::new(Self { attempt, task, time, begin: Mutex::new(Some(begin)), phase })
     }
+
+    /// The slot of an episode that was taken from an earlier process.
+    pub(super) fn taken(attempt: AttemptId, time: Duration) -> Arc<Self> {
+        let phase = watch::Sender::new(Phase::Waiting);
+        Arc::new(Self { attempt, task: Value::Null, time, begin: Mutex::default(), phase })
+    }
 }
 
 /// A lease that a worker holds.
 struct Lease {
     slot: Arc<Slot>,
     worker: String,
-    take_id: String,
     until: Instant,
     limit: Instant,
-    taken: Arc<Taken>,
+    /// Time without a heartbeat after which it ends.
+    silent: Duration,
+    /// The request that took it, and its answer; `None` if an earlier process gave it.
+    taken: Option<(String, Arc<Taken>)>,
     /// Admits the agent's requests while the lease is held.
-    _registration: Registration,
+    _entry: Entry,
 }
 
 /// A lease that is over.
@@ -71,12 +80,12 @@ enum Over {
 #[derive(Default)]
 pub(super) struct Leases {
     waiting: VecDeque<Arc<Slot>>,
-    by_id: HashMap<Arc<str>, Lease>,
+    by_id: HashMap<SecretDigest, Lease>,
     /// Lease ids by the `take_id` of the request that took them.
-    takes: HashMap<String, Arc<str>>,
-    over: HashMap<Arc<str>, Over>,
+    takes: HashMap<String, SecretDigest>,
+    over: HashMap<SecretDigest, Over>,
     /// Ended leases, oldest first.
-    ended: VecDeque<Arc<str>>,
+    ended: VecDeque<SecretDigest>,
     /// Results that are not stored yet.
     recordings: HashMap<AttemptId, watch::Sender<Option<&'static str>>>,
 }
@@ -99,29 +108,29 @@ impl Leases {
         (worker, take_id): (&str, &str),
         (now, lease): (Instant, Duration),
     ) -> Option<Arc<Taken>> {
-        if let Some(held) = self.takes.get(take_id).and_then(|id| self.by_id.get(id)) {
-            return Some(Arc::clone(&held.taken));
+        let held = self.takes.get(take_id).and_then(|id| self.by_id.get(id));
+        if let Some((_, taken)) = held.and_then(|held| held.taken.as_ref()) {
+            return Some(Arc::clone(taken));
         }
-        let (slot, begin) = loop {
+        let (lease_id, api_key) = (secret(), secret());
+        let (id, key) =
+            (SecretDigest::of(lease_id.as_bytes()), SecretDigest::of(api_key.as_bytes()));
+        let record = LeaseRecord { lease: id, key, worker: worker.to_owned() };
+        let (slot, sampler) = loop {
             let slot = self.waiting.pop_front()?;
             let begin = slot.begin.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(begin) = begin {
-                break (slot, begin);
+            if let Some(sampler) = begin.and_then(|begin| begin(&record)) {
+                break (slot, sampler);
             }
         };
-        let sampler = begin();
-        let model = sampler.model().to_owned();
-        let context = sampler.context();
-        let registration = registry.register(sampler);
-        let id: Arc<str> = secret().into();
-        let path = registration.path();
+        let path = format!("/e/{api_key}");
         let taken = Arc::new(Taken {
-            lease: id.to_string(),
+            lease: lease_id,
             attempt: slot.attempt.to_string(),
             task: slot.task.clone(),
-            model,
-            context,
-            api_key: registration.secret().to_owned(),
+            model: sampler.model().to_owned(),
+            context: sampler.context(),
+            api_key,
             openai_path: format!("{path}/v1"),
             anthropic_path: path,
             lease_s: lease.as_secs_f64(),
@@ -129,29 +138,53 @@ impl Leases {
         });
         let (until, limit) = (now + lease, now + slot.time);
         slot.phase.send_replace(Phase::Leased { until, limit });
-        self.takes.insert(take_id.to_owned(), Arc::clone(&id));
+        self.takes.insert(take_id.to_owned(), id);
         let held = Lease {
             slot,
-            worker: worker.to_owned(),
-            take_id: take_id.to_owned(),
+            worker: record.worker,
             until,
             limit,
-            taken: Arc::clone(&taken),
-            _registration: registration,
+            silent: lease,
+            taken: Some((take_id.to_owned(), Arc::clone(&taken))),
+            _entry: registry.enter(key, sampler),
         };
         self.by_id.insert(id, held);
         Some(taken)
     }
 
+    /// Restores a lease that an earlier process gave. Its worker could send no heartbeats in between.
+    pub(super) fn restore(
+        &mut self,
+        registry: &Registry,
+        restored: RestoredLease,
+        (now, lease): (Instant, Duration),
+    ) -> Arc<Slot> {
+        let RestoredLease { attempt, record, time, left, sampler } = restored;
+        let slot = Slot::taken(attempt, time);
+        let (until, limit) = (now + lease, now + left);
+        slot.phase.send_replace(Phase::Leased { until, limit });
+        let held = Lease {
+            slot: Arc::clone(&slot),
+            worker: record.worker,
+            until,
+            limit,
+            silent: lease,
+            taken: None,
+            _entry: registry.enter(record.key, sampler),
+        };
+        self.by_id.insert(record.lease, held);
+        slot
+    }
+
     /// Extends a lease.
     pub(super) fn heartbeat(
         &mut self,
-        id: &str,
+        id: SecretDigest,
         now: Instant,
         lease: Duration,
     ) -> Result<(), Problem> {
         self.expire_id(id, now);
-        let Some(held) = self.by_id.get_mut(id) else { return Err(self.why_over(id)) };
+        let Some(held) = self.by_id.get_mut(&id) else { return Err(self.why_over(id)) };
         held.until = now + lease;
         held.slot.phase.send_replace(Phase::Leased { until: held.until, limit: held.limit });
         Ok(())
@@ -161,13 +194,13 @@ impl Leases {
     /// outcome once it is stored.
     pub(super) fn finish(
         &mut self,
-        id: &str,
+        id: SecretDigest,
         returned: Returned,
         now: Instant,
     ) -> Result<watch::Receiver<Option<&'static str>>, Problem> {
         self.expire_id(id, now);
-        let Some(held) = self.by_id.get(id) else {
-            return match self.over.get(id) {
+        let Some(held) = self.by_id.get(&id) else {
+            return match self.over.get(&id) {
                 Some(Over::Returned { digest, recorded }) if *digest == returned.digest => {
                     Ok(recorded.clone())
                 }
@@ -183,15 +216,15 @@ impl Leases {
     }
 
     /// Gives an episode back without a result.
-    pub(super) fn abandon(&mut self, id: &str, now: Instant) -> Result<(), Problem> {
+    pub(super) fn abandon(&mut self, id: SecretDigest, now: Instant) -> Result<(), Problem> {
         self.expire_id(id, now);
-        match self.by_id.get(id) {
+        match self.by_id.get(&id) {
             Some(held) => {
                 let end = OfferEnd::Abandoned { worker: held.worker.clone() };
                 self.end(id, Over::Abandoned, Some(end));
                 Ok(())
             }
-            None if matches!(self.over.get(id), Some(Over::Abandoned)) => Ok(()),
+            None if matches!(self.over.get(&id), Some(Over::Abandoned)) => Ok(()),
             None => Err(self.why_over(id)),
         }
     }
@@ -207,26 +240,26 @@ impl Leases {
         self.waiting.retain(|waiting| !Arc::ptr_eq(waiting, slot));
         if let Some(id) = self.lease_of(slot) {
             let reason = "the run ended the episode: it is stopping, or its engine failed";
-            self.end(&id, Over::Ended(reason.to_owned()), None);
+            self.end(id, Over::Ended(reason.to_owned()), None);
         }
     }
 
     /// Ends the lease of an offer if it has expired.
     pub(super) fn expire(&mut self, slot: &Arc<Slot>, now: Instant) {
         if let Some(id) = self.lease_of(slot) {
-            self.expire_id(&id, now);
+            self.expire_id(id, now);
         }
     }
 
-    fn lease_of(&self, slot: &Arc<Slot>) -> Option<Arc<str>> {
+    fn lease_of(&self, slot: &Arc<Slot>) -> Option<SecretDigest> {
         let mut held = self.by_id.iter().filter(|(_, held)| Arc::ptr_eq(&held.slot, slot));
-        held.next().map(|(id, _)| Arc::clone(id))
+        held.next().map(|(id, _)| *id)
     }
 
-    fn expire_id(&mut self, id: &str, now: Instant) {
-        let Some(held) = self.by_id.get(id) else { return };
+    fn expire_id(&mut self, id: SecretDigest, now: Instant) {
+        let Some(held) = self.by_id.get(&id) else { return };
         let worker = held.worker.clone();
-        let silent = Duration::from_secs_f64(held.taken.lease_s);
+        let silent = held.silent;
         let (reason, end) = if now >= held.limit {
             let reason = format!("the episode was not returned within {:?}", held.slot.time);
             (reason, OfferEnd::TimeUp { worker })
@@ -240,13 +273,15 @@ impl Leases {
     }
 
     /// Ends a lease, and remembers how.
-    fn end(&mut self, id: &str, over: Over, end: Option<OfferEnd>) {
-        let Some((id, held)) = self.by_id.remove_entry(id) else { return };
-        self.takes.remove(&held.take_id);
+    fn end(&mut self, id: SecretDigest, over: Over, end: Option<OfferEnd>) {
+        let Some(held) = self.by_id.remove(&id) else { return };
+        if let Some((take_id, _)) = &held.taken {
+            self.takes.remove(take_id);
+        }
         if let Some(end) = end {
             held.slot.phase.send_replace(Phase::Ended(end));
         }
-        self.over.insert(Arc::clone(&id), over);
+        self.over.insert(id, over);
         self.ended.push_back(id);
         while self.ended.len() > MAX_ENDED {
             if let Some(oldest) = self.ended.pop_front() {
@@ -255,8 +290,8 @@ impl Leases {
         }
     }
 
-    fn why_over(&self, id: &str) -> Problem {
-        match self.over.get(id) {
+    fn why_over(&self, id: SecretDigest) -> Problem {
+        match self.over.get(&id) {
             Some(Over::Ended(reason)) => Problem::Over(reason.clone()),
             Some(Over::Returned { .. }) => Problem::Over("its result was returned".to_owned()),
             Some(Over::Abandoned) => Problem::Over("the worker abandoned it".to_owned()),

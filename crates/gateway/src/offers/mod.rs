@@ -21,7 +21,7 @@ use orchestrate_types::AttemptId;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-pub use terms::{FailureKind, OfferEnd, Terms};
+pub use terms::{FailureKind, LeaseRecord, OfferEnd, RestoredLease, Terms};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -61,6 +61,27 @@ impl Offers {
         self.changes.send_modify(|count| *count += 1);
         let phase = slot.phase.subscribe();
         Offer { slot, phase, offers: self.clone() }
+    }
+
+    /// Lets requests for these leases of an earlier process wait until [`Offers::restore`] or
+    /// [`Offers::forget`] was called for each.
+    pub fn expect<'a>(&self, leases: impl IntoIterator<Item = &'a LeaseRecord>) {
+        self.registry.expect(leases.into_iter().flat_map(LeaseRecord::secrets));
+    }
+
+    /// Restores an episode that a worker took from an earlier process.
+    pub fn restore(&self, restored: RestoredLease) -> Offer {
+        let secrets = restored.record.secrets();
+        let time = (Instant::now(), self.lease);
+        let slot = self.leases().restore(&self.registry, restored, time);
+        self.registry.settle(secrets);
+        let phase = slot.phase.subscribe();
+        Offer { slot, phase, offers: self.clone() }
+    }
+
+    /// Lets the lease of an earlier process be unknown: it is not restored.
+    pub fn forget(&self, lease: &LeaseRecord) {
+        self.registry.settle(lease.secrets());
     }
 
     /// Tells the worker of an attempt, if there is one, that its result is stored. `outcome` is the

@@ -10,6 +10,7 @@
 
 use super::Offers;
 use super::wire::{Finish, Problem, Take, parsed};
+use crate::secret::SecretDigest;
 use axum::body::Bytes;
 use axum::extract::{DefaultBodyLimit, Path, State};
 use axum::http::StatusCode;
@@ -76,11 +77,19 @@ async fn take(State(offers): State<Offers>, body: Bytes) -> Result<Response, Pro
     }
 }
 
+/// The digest of a lease, once it is known whether the lease is restored.
+async fn settled(offers: &Offers, lease: &str) -> Result<SecretDigest, Problem> {
+    let lease = SecretDigest::of(lease.as_bytes());
+    let is_settled = offers.registry.is_settled(lease).await;
+    is_settled.then_some(lease).ok_or(Problem::NotRestored)
+}
+
 async fn heartbeat(
     State(offers): State<Offers>,
     Path(lease): Path<String>,
 ) -> Result<Json<Value>, Problem> {
-    offers.leases().heartbeat(&lease, Instant::now(), offers.lease)?;
+    let lease = settled(&offers, &lease).await?;
+    offers.leases().heartbeat(lease, Instant::now(), offers.lease)?;
     Ok(Json(json!({"lease_s": offers.lease.as_secs_f64()})))
 }
 
@@ -91,7 +100,8 @@ async fn finish(
 ) -> Result<Json<Value>, Problem> {
     let returned = parsed::<Finish>(&body)?.check()?;
     drop(body);
-    let mut recorded = offers.leases().finish(&lease, returned, Instant::now())?;
+    let lease = settled(&offers, &lease).await?;
+    let mut recorded = offers.leases().finish(lease, returned, Instant::now())?;
     let stored = tokio::select! {
         biased;
         stored = recorded.wait_for(Option::is_some) => stored.ok().and_then(|outcome| *outcome),
@@ -105,6 +115,7 @@ async fn abandon(
     State(offers): State<Offers>,
     Path(lease): Path<String>,
 ) -> Result<Json<Value>, Problem> {
-    offers.leases().abandon(&lease, Instant::now())?;
+    let lease = settled(&offers, &lease).await?;
+    offers.leases().abandon(lease, Instant::now())?;
     Ok(Json(json!({})))
 }

@@ -1,15 +1,53 @@
 //! What an attempt offers, and how an offer ends.
 
 use crate::sampler::Sampler;
+use crate::secret::SecretDigest;
 use orchestrate_types::AttemptId;
+use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use std::collections::BTreeMap;
 use std::fmt;
 use std::sync::Arc;
 use std::time::Duration;
 
-/// Begins an episode: returns the sampler that answers its requests.
-pub(super) type Begin = Box<dyn FnOnce() -> Arc<dyn Sampler> + Send>;
+/// Begins an episode under a lease: returns the sampler that answers its requests, or `None` if the
+/// attempt cannot begin.
+pub(super) type Begin = Box<dyn FnOnce(&LeaseRecord) -> Option<Arc<dyn Sampler>> + Send>;
+
+/// What is kept of a lease so that a later process can restore it.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct LeaseRecord {
+    pub(super) lease: SecretDigest,
+    pub(super) key: SecretDigest,
+    /// Name of the worker that holds it.
+    pub(super) worker: String,
+}
+
+impl LeaseRecord {
+    pub(super) fn secrets(&self) -> [SecretDigest; 2] {
+        [self.lease, self.key]
+    }
+}
+
+/// An episode that a worker took from an earlier process of the run.
+pub struct RestoredLease {
+    /// The attempt.
+    pub attempt: AttemptId,
+    /// The lease, as it was given.
+    pub record: LeaseRecord,
+    /// Time limit from taking the episode to returning it.
+    pub time: Duration,
+    /// What is left of that time.
+    pub left: Duration,
+    /// Answers the episode's requests.
+    pub sampler: Arc<dyn Sampler>,
+}
+
+impl fmt::Debug for RestoredLease {
+    fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+        out.debug_struct("RestoredLease").field("attempt", &self.attempt).finish_non_exhaustive()
+    }
+}
 
 /// An attempt as it is offered to workers.
 pub struct Terms {

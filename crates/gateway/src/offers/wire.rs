@@ -81,10 +81,12 @@ pub(super) enum Problem {
     #[error("this lease is over: {0}; take another episode")]
     Over(String),
     #[error(
-        "this lease is unknown: the run was restarted, or the lease ended long ago; take \
-         another episode"
+        "this lease is unknown: the run was restarted without it, or the lease ended long ago; \
+         take another episode"
     )]
     Unknown,
+    #[error("the run was restarted and has not restored this lease yet; send it again")]
+    NotRestored,
     #[error("another result was returned for this lease before; the first one counts")]
     OtherResult,
     #[error("the result has arrived but is not stored yet; send it again")]
@@ -101,6 +103,7 @@ impl Problem {
             Self::Invalid(_) => (StatusCode::BAD_REQUEST, ErrorCode::InvalidWorkerRequest),
             Self::Over(_) => (StatusCode::GONE, ErrorCode::LeaseOver),
             Self::Unknown => (StatusCode::GONE, ErrorCode::LeaseUnknown),
+            Self::NotRestored => (StatusCode::SERVICE_UNAVAILABLE, ErrorCode::Overloaded),
             Self::OtherResult => (StatusCode::CONFLICT, ErrorCode::OtherResult),
             Self::NotStored => (StatusCode::SERVICE_UNAVAILABLE, ErrorCode::NotStored),
             Self::RunOver => (StatusCode::GONE, ErrorCode::RunOver),

@@ -1,7 +1,10 @@
 //! Workers that take episodes, die, repeat requests and send garbage.
 
 use crate::scripted::ScriptedSampler;
-use orchestrate_gateway::{FailureKind, GatewayOptions, Offer, OfferEnd, Offers, Registry, Terms};
+use orchestrate_gateway::{
+    FailureKind, GatewayOptions, LeaseRecord, Offer, OfferEnd, Offers, Registry, RestoredLease,
+    Terms,
+};
 use orchestrate_types::AttemptId;
 use reqwest::{Client, Response};
 use serde_json::{Value, json};
@@ -40,7 +43,7 @@ impl World {
             attempt: attempt.parse().unwrap(),
             task: json!({"id": attempt}),
             time,
-            begin: Box::new(|| ScriptedSampler::writing("hello")),
+            begin: Box::new(|_| Some(ScriptedSampler::writing("hello"))),
         })
     }
 
@@ -175,9 +178,9 @@ async fn repeated_requests_take_no_second_episode_and_two_workers_never_share_on
                 attempt: format!("t{n:06}.00-a01").parse().unwrap(),
                 task: json!({}),
                 time: LONG,
-                begin: Box::new(move || {
+                begin: Box::new(move |_| {
                     begun.fetch_add(1, Ordering::SeqCst);
-                    ScriptedSampler::writing("")
+                    Some(ScriptedSampler::writing(""))
                 }),
             })
         })
@@ -287,4 +290,85 @@ async fn an_attempt_that_ends_withdraws_its_offer_and_ends_its_lease() {
     });
     assert_eq!(code(&unstored), (410, "lease_over"));
     assert_eq!(code(&over), (410, "run_over"));
+}
+
+/// A taken episode as its worker knows it, and what the run kept of its lease.
+async fn taken_before() -> (Value, LeaseRecord) {
+    let world = World::new(LONG).await;
+    let (keep, kept) = std::sync::mpsc::channel();
+    let _offer = world.offers.offer(Terms {
+        attempt: "t000001.00-a01".parse().unwrap(),
+        task: json!({}),
+        time: LONG,
+        begin: Box::new(move |lease| {
+            keep.send(lease.clone()).unwrap();
+            Some(ScriptedSampler::writing("hello"))
+        }),
+    });
+    let (_, taken) = world.take("a", 0.0).await;
+    let text = serde_json::to_string(&kept.recv().unwrap()).unwrap();
+    for secret in ["lease", "api_key"] {
+        assert!(!text.contains(taken[secret].as_str().unwrap()), "the secret {secret} is kept");
+    }
+    (taken, serde_json::from_str(&text).unwrap())
+}
+
+fn restored(record: &LeaseRecord, left: Duration) -> RestoredLease {
+    RestoredLease {
+        attempt: "t000001.00-a01".parse().unwrap(),
+        record: record.clone(),
+        time: LONG,
+        left,
+        sampler: ScriptedSampler::writing("hello"),
+    }
+}
+
+#[tokio::test]
+async fn requests_wait_until_the_lease_of_an_earlier_process_is_restored() {
+    let (taken, record) = taken_before().await;
+    let key = taken["api_key"].as_str().unwrap();
+    let world = World::new(LONG).await;
+    world.offers.expect([&record]);
+    let nothing = json!({});
+    let (heartbeat, chat) = (world.lease(&taken, "heartbeat", &nothing), world.chat(&taken, key));
+    tokio::pin!(heartbeat, chat);
+    tokio::select! {
+        answer = &mut heartbeat => panic!("{answer:?}"),
+        status = &mut chat => panic!("{status}"),
+        () = sleep(Duration::from_millis(200)) => {}
+    }
+    let mut offer = world.offers.restore(restored(&record, LONG));
+    assert_eq!((heartbeat.await.0, chat.await), (200, 200));
+    assert_eq!(world.chat(&taken, "another").await, 401);
+    // It is held, and not offered.
+    assert_eq!(world.take("b", 0.0).await.0, 204);
+    let result = json!({"reward": 0.5});
+    let storing = async {
+        let end = offer.ended().await;
+        world.offers.recorded("t000001.00-a01".parse().unwrap(), "scored");
+        end
+    };
+    let (answer, end) = tokio::join!(world.lease(&taken, "finish", &result), storing);
+    assert_eq!(answer, (200, json!({"outcome": "scored"})));
+    assert_eq!(end, OfferEnd::Returned { reward: 0.5, metrics: BTreeMap::new() });
+    assert_eq!(world.chat(&taken, key).await, 404);
+}
+
+#[tokio::test]
+async fn a_restored_lease_ends_like_any_other_and_a_forgotten_one_is_unknown() {
+    let (taken, record) = taken_before().await;
+    let world = World::new(Duration::from_millis(100)).await;
+    let silent = world.offers.restore(restored(&record, LONG)).ended().await;
+    assert!(matches!(&silent, OfferEnd::Lost { worker, .. } if worker == "w"), "{silent:?}");
+    let late = world.lease(&taken, "heartbeat", &json!({})).await;
+    assert_eq!(code(&late), (410, "lease_over"));
+    let world = World::new(LONG).await;
+    let late = world.offers.restore(restored(&record, Duration::ZERO)).ended().await;
+    assert_eq!(late, OfferEnd::TimeUp { worker: "w".to_owned() });
+    let world = World::new(LONG).await;
+    world.offers.expect([&record]);
+    world.offers.forget(&record);
+    let unknown = world.lease(&taken, "heartbeat", &json!({})).await;
+    assert_eq!(code(&unknown), (410, "lease_unknown"));
+    assert_eq!(world.chat(&taken, taken["api_key"].as_str().unwrap()).await, 404);
 }

@@ -3,12 +3,14 @@
 
 use super::egress::is_address;
 use super::limits::STRING_BYTES;
+use crate::turn_journal::TurnJournals;
 use camino::Utf8PathBuf;
 use orchestrate_gateway::Offers;
 use orchestrate_settings::{Problems, between, setting_types, settings};
 use orchestrate_types::HumanDuration;
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::sync::Arc;
 use std::time::Duration;
 
 /// An agent whose command line is known.
@@ -68,6 +70,18 @@ pub struct Outside {
     pub offers: Offers,
     /// Time that a worker has after `rollout.episode_timeout` to return its reward.
     pub grace: Duration,
+    /// What was sampled for the episodes under way, on disk.
+    pub journals: Arc<TurnJournals>,
+}
+
+impl Outside {
+    /// Offers episodes at `offers`. Requests of workers that hold episodes of an earlier process wait until
+    /// these are continued.
+    pub fn new(offers: Offers, grace: Duration, journals: TurnJournals) -> Self {
+        let unfinished = journals.unfinished();
+        offers.expect(unfinished.iter().map(|(_, lease)| lease));
+        Self { offers, grace, journals: Arc::new(journals) }
+    }
 }
 
 /// What the script of the agent's command begins with.

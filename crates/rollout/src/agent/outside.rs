@@ -1,6 +1,8 @@
 //! An external agent: a worker on any machine takes the episode from the gateway, runs it, and
 //! returns the reward.
 //!
+//! Its turns are recorded ([`crate::turn_journal`]), so that the attempt is continued after a kill.
+//!
 //! The outcome depends on the cause of the end. A dead worker, a failure of the environment, a refused
 //! request after which it sent no better one, and a failure of the engine break the attempt, which is
 //! retried. Once the policy has replied, a
@@ -10,16 +12,21 @@
 
 use super::config::Outside;
 use super::sampler::{ConversationSampler, MODEL, PLACES};
+use crate::api::EpisodeRequest;
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::failure::failed;
+use crate::line::Calls;
 use crate::machine::{EpisodeEvent, EpisodeLimits};
-use orchestrate_gateway::{FailureKind, OfferEnd, Sampler, Terms};
+use crate::offload;
+use crate::turn_journal::{ResumedJournal, TakenRecord, TurnJournalError};
+use orchestrate_gateway::{
+    FailureKind, LeaseRecord, Offer, OfferEnd, Offers, RestoredLease, Sampler, Terms,
+};
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{Limit, Stage};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, Mutex};
-use std::time::Duration;
 use tokio::sync::{Semaphore, oneshot};
 use tokio::time::Instant;
 
@@ -31,22 +38,21 @@ impl Attempt {
         outside: &Outside,
         limits: EpisodeLimits,
     ) -> EpisodeEvent {
+        let mut unfinished = outside.journals.take_unfinished(self.calls.request.attempt);
         loop {
-            let (began, conversation) = oneshot::channel();
             let offered = Instant::now();
-            let mut offer = outside.offers.offer(self.terms(outside.grace, limits, began));
-            let stop = self.calls.stop.clone();
-            let conversation = tokio::select! {
-                biased;
-                () = stop.cancelled() => return EpisodeEvent::StopRequested,
-                begun = conversation => begun,
+            let begun = match unfinished.take() {
+                Some(lease) => self.restored(outside, limits, lease).await,
+                None => self.taken(outside, limits).await,
             };
-            let Ok(conversation) = conversation else {
-                return failed(Stage::Setup, "the offer was lost");
+            let (mut offer, conversation) = match begun {
+                Ok(begun) => begun,
+                Err(event) => return event,
             };
             let _end = EndOnDrop(Arc::clone(&conversation));
             self.timings.setup_s += offered.elapsed().as_secs_f64();
             let started = Instant::now();
+            let stop = self.calls.stop.clone();
             let end = tokio::select! {
                 biased;
                 end = offer.ended() => Some(end),
@@ -67,35 +73,101 @@ impl Attempt {
         }
     }
 
+    /// Offers the episode until a worker takes it.
+    async fn taken(
+        &self,
+        outside: &Outside,
+        limits: EpisodeLimits,
+    ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
+        let (began, conversation) = oneshot::channel();
+        let offer = outside.offers.offer(self.terms(outside, limits, began));
+        let stop = self.calls.stop.clone();
+        let conversation = tokio::select! {
+            biased;
+            () = stop.cancelled() => return Err(EpisodeEvent::StopRequested),
+            begun = conversation => begun,
+        };
+        match conversation {
+            Ok(Ok(conversation)) => Ok((offer, conversation)),
+            Ok(Err(error)) => Err(failed(Stage::Setup, error)),
+            Err(_) => Err(failed(Stage::Setup, "the offer was lost")),
+        }
+    }
+
+    /// Continues the episode that a worker took from an earlier process.
+    async fn restored(
+        &self,
+        outside: &Outside,
+        limits: EpisodeLimits,
+        lease: LeaseRecord,
+    ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
+        // Requests wait until it is restored, or until it is known that it never will be.
+        let _settled = ForgetOnDrop { offers: &outside.offers, lease: lease.clone() };
+        let mut calls = self.calls.clone();
+        let EpisodeRequest { attempt, .. } = calls.request;
+        let problem = |error: &dyn std::fmt::Display| failed(Stage::Setup, error);
+        let (journals, shape) = (Arc::clone(&outside.journals), self.calls.engine.shape().clone());
+        let read = offload::run(move || journals.resume(attempt, &shape)).await;
+        let resumed = read.map_err(|error| problem(&error))?.map_err(|error| problem(&error))?;
+        let ResumedJournal { journal, taken, used, restarts, records } = resumed;
+        if taken.settings != settings_of(&calls, limits) {
+            let what = "the episode began with other settings, so it cannot be continued";
+            return Err(failed(Stage::Setup, what));
+        }
+        calls.request.policy_version = taken.policy_version;
+        calls.restarts = restarts;
+        let time = calls.plan.episode_timeout.0;
+        calls.start_clock(time.saturating_sub(used));
+        let conversation = Arc::new(Conversation::new(calls, limits));
+        if let Err(error) = conversation.replay(records).await {
+            conversation.finish();
+            return Err(failed(Stage::Setup, format!("the turns of {attempt}: {error}")));
+        }
+        conversation.record_in(journal);
+        let time = time.saturating_add(outside.grace);
+        let offer = outside.offers.restore(RestoredLease {
+            attempt,
+            record: lease,
+            time,
+            left: time.saturating_sub(used),
+            sampler: sampler(Arc::clone(&conversation), self.calls.plan.show_tools),
+        });
+        Ok((offer, conversation))
+    }
+
     fn terms(
         &self,
-        grace: Duration,
+        outside: &Outside,
         limits: EpisodeLimits,
-        began: oneshot::Sender<Arc<Conversation>>,
+        began: oneshot::Sender<Result<Arc<Conversation>, TurnJournalError>>,
     ) -> Terms {
         let mut calls = self.calls.clone();
         let time = calls.plan.episode_timeout.0;
         let task = shown(&calls.request.task, &self.prompt());
-        let begin = move || -> Arc<dyn Sampler> {
+        let journals = Arc::clone(&outside.journals);
+        let begin = move |lease: &LeaseRecord| -> Option<Arc<dyn Sampler>> {
             calls.start_clock(time);
+            let EpisodeRequest { attempt, policy_version, .. } = calls.request;
+            let settings = settings_of(&calls, limits);
+            let taken = TakenRecord::new(attempt, lease.clone(), policy_version, settings);
+            let journal = match journals.create(taken) {
+                Ok(journal) => journal,
+                Err(error) => {
+                    let _ = began.send(Err(error));
+                    return None;
+                }
+            };
             let show_tools = calls.plan.show_tools;
             let conversation = Arc::new(Conversation::new(calls, limits));
+            conversation.record_in(journal);
             // Fails only if the attempt is over; then the lease ends at once.
-            let _ = began.send(Arc::clone(&conversation));
-            Arc::new(ConversationSampler {
-                conversation,
-                model: MODEL.to_owned(),
-                show_tools,
-                // An external worker is trusted, unlike commands of the policy.
-                takes_tokens: true,
-                schemas: Mutex::default(),
-                places: Semaphore::new(PLACES),
-            })
+            let _ = began.send(Ok(Arc::clone(&conversation)));
+            Some(sampler(conversation, show_tools))
         };
         Terms {
             attempt: self.calls.request.attempt,
             task,
-            time: time.saturating_add(grace),
+            time: time.saturating_add(outside.grace),
             begin: Box::new(begin),
         }
     }
@@ -168,6 +240,38 @@ impl Attempt {
                 format!("worker {worker} sent no heartbeat for {silent:?} (gateway.lease)"),
             ),
         }
+    }
+}
+
+/// The sampler of an external agent's conversation.
+fn sampler(conversation: Arc<Conversation>, show_tools: bool) -> Arc<dyn Sampler> {
+    Arc::new(ConversationSampler {
+        conversation,
+        model: MODEL.to_owned(),
+        show_tools,
+        // An external worker is trusted, unlike commands of the policy.
+        takes_tokens: true,
+        schemas: Mutex::default(),
+        places: Semaphore::new(PLACES),
+    })
+}
+
+/// Digest of what the tokens of an attempt depend on, besides its requests and the policy.
+fn settings_of(calls: &Calls, limits: EpisodeLimits) -> [u8; 32] {
+    let EpisodeRequest { task, seed, temperature, want_routing, .. } = &calls.request;
+    let parts = (task.id.as_str(), seed, temperature, want_routing, calls.plan.top_p, limits);
+    *blake3::hash(format!("{parts:?}").as_bytes()).as_bytes()
+}
+
+/// Lets a lease be unknown when this is dropped, unless it was restored before.
+struct ForgetOnDrop<'a> {
+    offers: &'a Offers,
+    lease: LeaseRecord,
+}
+
+impl Drop for ForgetOnDrop<'_> {
+    fn drop(&mut self) {
+        self.offers.forget(&self.lease);
     }
 }
 

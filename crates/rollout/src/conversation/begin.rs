@@ -8,6 +8,7 @@ use super::tree::{Place, Recognition, Step};
 use super::{Conversation, Planned, State};
 use crate::chat::ChatErrorKind;
 use crate::line::GenerationId;
+use crate::turn_journal::ConversationRecord;
 use orchestrate_gateway::TextSink;
 use orchestrate_types::Limit;
 use std::sync::{Arc, Weak};
@@ -36,7 +37,7 @@ impl Conversation {
     /// a history of moderate length with few new words. Otherwise gives back `text`.
     pub(super) fn begin_here(
         self: &Arc<Self>,
-        ask: &Ask,
+        ask: &Arc<Ask>,
         client: &Weak<Client>,
         text: Option<TextSink>,
     ) -> Result<Begun, Option<TextSink>> {
@@ -62,7 +63,7 @@ impl Conversation {
     /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
     pub(super) fn begin(
         self: &Arc<Self>,
-        ask: &Ask,
+        ask: &Arc<Ask>,
         client: &Weak<Client>,
         text: Option<TextSink>,
     ) -> Begun {
@@ -76,7 +77,7 @@ impl Conversation {
         self: &Arc<Self>,
         state: &mut State,
         (place, tools): (Place, &ToolSet),
-        ask: &Ask,
+        ask: &Arc<Ask>,
         client: &Weak<Client>,
         text: Option<TextSink>,
     ) -> Begun {
@@ -94,7 +95,13 @@ impl Conversation {
         if let Some(number) = place.reply(&state.tree) {
             state.receipts.is_continued(number);
         }
+        self.check_open(state)?;
         let mut planned = self.plan(state, ask, (place, tools))?;
+        self.record(state, || ConversationRecord::Asked {
+            number: planned.id.ordinal,
+            ask: Arc::clone(ask),
+        })?;
+        planned.line.recorded = self.journal.get().map(|_| Vec::new());
         planned.live = text.and_then(|text| self.live_text(&planned, ask, text));
         let served = state.receipts.open(digest, planned.live.clone());
         let waiting = served.wait(client);
@@ -119,13 +126,12 @@ impl Conversation {
     }
 
     /// Finds the place of a request and prepares its line.
-    fn plan(
+    pub(super) fn plan(
         &self,
         state: &mut State,
         ask: &Ask,
         (place, tools): (Place, &ToolSet),
     ) -> Result<Planned, AskError> {
-        self.check_open(state)?;
         if ask.past.is_empty() {
             return Err(AskError::Refused("the request has no history".to_owned()));
         }

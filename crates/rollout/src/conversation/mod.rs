@@ -13,6 +13,7 @@ mod begin;
 mod finished;
 mod live;
 mod prompt;
+mod replay;
 mod served;
 mod tokens;
 mod tool_set;
@@ -25,6 +26,7 @@ use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
 use crate::reply::{ReplyParts, first_stop};
+use crate::turn_journal::{ConversationRecord, TurnJournal};
 use ask::digest_of_ids;
 pub(crate) use ask::{Ask, AskError, Past};
 use finished::hand_over;
@@ -33,10 +35,11 @@ use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, GroupId, Limit, TokenId};
+use replay::record_of;
 pub(crate) use served::SampledReply;
 use served::{AnswerAtEnd, Client, Receipts, Served};
 use std::collections::{BTreeMap, HashMap};
-use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
+use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
@@ -59,6 +62,8 @@ pub(crate) struct Conversation {
     unanswered: Mutex<Option<Unanswered>>,
     /// Whether the engine failed, once the conversation has ended.
     ended: watch::Sender<Option<bool>>,
+    /// Where requests and replies are recorded, if they are.
+    journal: OnceLock<TurnJournal>,
 }
 
 #[derive(Debug)]
@@ -119,6 +124,8 @@ struct Generated {
     /// The tools of its request.
     tools: Arc<Vec<serde_json::Value>>,
     overridden: Arc<[String]>,
+    /// Whether a client of an earlier process was shown another text.
+    contradicted: bool,
 }
 
 /// Why an attempt is broken whose agent did not ask again for a reply that it got a part of.
@@ -128,6 +135,9 @@ const CUT_OFF: &str =
 /// Longest reply that is decoded on a thread of the event loop, with the new part of its prompt, in
 /// tokens.
 const TOKENS_HERE: usize = 4096;
+
+/// Maximum size of the routing rows that are recorded there, in bytes.
+const RECORD_BYTES_HERE: usize = 256 << 10;
 
 /// Runs work on an agent's bytes away from the event loop.
 async fn offloaded<T: Send + 'static>(
@@ -159,7 +169,28 @@ impl Conversation {
             tools: ToolSets::default(),
             unanswered: Mutex::default(),
             ended: watch::Sender::new(None),
+            journal: OnceLock::new(),
         }
+    }
+
+    /// Records everything from now on.
+    pub(crate) fn record_in(&self, journal: TurnJournal) {
+        // Called at most once.
+        let _ = self.journal.set(journal);
+    }
+
+    /// Records what happens. If that fails, no more requests are answered: a reply that is not recorded
+    /// would be lost with this process.
+    fn record(
+        &self,
+        state: &mut State,
+        record: impl FnOnce() -> ConversationRecord,
+    ) -> Result<(), AskError> {
+        let Some(journal) = self.journal.get() else { return Ok(()) };
+        journal.append(&record()).or_else(|error| {
+            state.end.get_or_insert(End::Failed(error.to_string()));
+            self.check_open(state)
+        })
     }
 
     fn state(&self) -> MutexGuard<'_, State> {
@@ -226,7 +257,14 @@ impl Conversation {
 
     /// Notes how the last request was answered: with a reply, or with this error.
     pub(crate) fn note(&self, unanswered: Option<Unanswered>) {
-        *self.unanswered.lock().unwrap_or_else(PoisonError::into_inner) = unanswered;
+        let mut last = self.unanswered.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(journal) = self.journal.get().filter(|_| *last != unanswered) {
+            // If that fails, so does the next record, which ends the conversation.
+            if let Err(error) = journal.append(&ConversationRecord::Noted(unanswered.clone())) {
+                tracing::warn!(%error, "an answer was not recorded");
+            }
+        }
+        *last = unanswered;
     }
 
     fn check_open(&self, state: &mut State) -> Result<(), AskError> {
@@ -270,7 +308,17 @@ impl Conversation {
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
         let tools = past.tools();
-        let generated = Generated { branch, line, id, limit, elapsed, sampled, tools, overridden };
+        let generated = Generated {
+            branch,
+            line,
+            id,
+            limit,
+            elapsed,
+            sampled,
+            tools,
+            overridden,
+            contradicted: false,
+        };
         let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
         let reply = Arc::clone(&served);
         let stored = offload::run(move || {
@@ -291,8 +339,11 @@ impl Conversation {
         served: &Served,
     ) -> Result<(), Box<Generated>> {
         let tokens = tail.len() + generated.line.buffer.last_turn().len();
+        let recorded = generated.line.recorded.iter().flatten();
+        let rows = recorded.filter_map(|call| call.generation.routed_experts.as_ref());
+        let bytes: usize = rows.map(|rows| rows.rows() * rows.row_bytes()).sum();
         match self.state.try_lock() {
-            Ok(mut state) if tokens <= TOKENS_HERE => {
+            Ok(mut state) if tokens <= TOKENS_HERE && bytes <= RECORD_BYTES_HERE => {
                 self.store(&mut state, generated, self.observation(past, tail), served);
                 Ok(())
             }
@@ -302,7 +353,17 @@ impl Conversation {
 
     /// Stores a generation in its branch and answers its request.
     fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
-        let Generated { branch, line, id, limit, elapsed, sampled, tools, overridden } = generated;
+        let Generated {
+            branch,
+            mut line,
+            id,
+            limit,
+            elapsed,
+            sampled,
+            tools,
+            overridden,
+            contradicted,
+        } = generated;
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
@@ -324,8 +385,8 @@ impl Conversation {
             let message = parts.message();
             let thinking = parts.reasoning.as_deref().unwrap_or_default();
             let live = served.live.as_ref();
-            let contradicts =
-                live.is_some_and(|live| live.was_contradicted(thinking, &message.content));
+            let contradicts = contradicted
+                || live.is_some_and(|live| live.was_contradicted(thinking, &message.content));
             let reply = SampledReply {
                 message,
                 reasoning: parts.reasoning,
@@ -343,6 +404,14 @@ impl Conversation {
             };
             Ok((text, reply))
         });
+        let calls = line.recorded.take().unwrap_or_default();
+        let contradicts = reply.as_ref().map(|(_, reply)| reply.contradicts);
+        let record = record_of(id.ordinal, elapsed, calls, contradicts);
+        if let Some(Err(error)) = record.map(|record| self.record(state, || record)) {
+            served.answer(Err(error));
+            return;
+        }
+        let Some(target) = state.tree.branches.get_mut(branch) else { return };
         match reply {
             Ok((text, reply)) => {
                 let end = line.buffer.len();
@@ -443,6 +512,9 @@ impl Conversation {
     pub(crate) fn finish(&self) -> FinishedConversation {
         let mut state = self.state();
         let end = state.end.replace(End::Closed);
+        if let Some(journal) = self.journal.get() {
+            journal.close();
+        }
         let was_cut_off = state.receipts.has_cut_off();
         // Before generations are aborted: one that is dropped without an answer reports a failure.
         state.receipts.close();
@@ -517,5 +589,7 @@ impl State {
 
 #[cfg(test)]
 mod live_tests;
+#[cfg(test)]
+mod replay_tests;
 #[cfg(test)]
 mod tests;

@@ -70,7 +70,7 @@ impl SampledReply {
     }
 }
 
-type Answer = Result<Arc<SampledReply>, AskError>;
+pub(super) type Answer = Result<Arc<SampledReply>, AskError>;
 
 /// A future of an answer.
 pub(super) type Waiting = Pin<Box<dyn Future<Output = Answer> + Send>>;
@@ -96,6 +96,11 @@ impl Served {
         if let Some(live) = &self.live {
             live.end();
         }
+    }
+
+    /// The answer, if there is one.
+    pub(super) fn answered(&self) -> Option<Answer> {
+        self.answer.borrow().clone()
     }
 
     /// A future of the answer.

@@ -97,6 +97,16 @@ fn conversation_of(
     engine: &Arc<FakeEngine>,
     max_turns: u32,
 ) -> Arc<Conversation> {
+    let (calls, limits) = calls_of(chat, engine, max_turns);
+    Arc::new(Conversation::new(calls, limits))
+}
+
+/// What the conversations of an attempt are made of.
+pub(super) fn calls_of(
+    chat: Arc<ChatModel>,
+    engine: &Arc<FakeEngine>,
+    max_turns: u32,
+) -> (Calls, EpisodeLimits) {
     let plan = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
     let plan = plan.check().unwrap();
     let limits = plan.limits(1 << 16);
@@ -118,9 +128,10 @@ fn conversation_of(
         leaders: PrefillLeaders::default(),
         stop: CancellationToken::new(),
         deadline: None,
+        restarts: 0,
     };
     calls.start_clock(Duration::from_mins(10));
-    Arc::new(Conversation::new(calls, limits))
+    (calls, limits)
 }
 
 pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
@@ -162,7 +173,7 @@ fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
     })
 }
 
-fn repeated(reply: &SampledReply) -> Arc<Said> {
+pub(super) fn repeated(reply: &SampledReply) -> Arc<Said> {
     Arc::new(Said {
         message: reply.message.clone(),
         reasoning: None,

@@ -13,7 +13,7 @@ use std::sync::Arc;
 pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
 
 /// A message of a request.
-#[derive(Debug, Clone)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub(crate) struct Said {
     /// Role, text and tool calls.
     pub(crate) message: Message,
@@ -53,10 +53,18 @@ fn trimmed(text: Option<&str>) -> Option<&str> {
     text.map(str::trim).filter(|text| !text.is_empty())
 }
 
-/// Messages are compared without what names a reply: the ids of its calls and its number, which agents may change from request to request.
+/// Messages are compared without what names a reply, the ids of its calls and its number, which agents may
+/// change from request to request.
 impl PartialEq for Said {
     fn eq(&self, other: &Self) -> bool {
         self.message == other.message && self.reasoning == other.reasoning
+    }
+}
+
+impl Said {
+    /// Whether the other message is the same in every part.
+    pub(crate) fn is_identical(&self, other: &Self) -> bool {
+        self == other && self.call_ids == other.call_ids && self.reply == other.reply
     }
 }
 

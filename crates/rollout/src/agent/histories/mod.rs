@@ -59,6 +59,7 @@ fn conversation(engine: Arc<dyn Engine>) -> (Arc<Conversation>, Client) {
         leaders: PrefillLeaders::default(),
         stop: CancellationToken::new(),
         deadline: None,
+        restarts: 0,
     };
     calls.start_clock(Duration::from_hours(1));
     let conversation = Arc::new(Conversation::new(calls, limits));
