@@ -73,7 +73,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sampled", type=int, default=512, help="of these, sampled (default: %(default)s)")
     add("--micro-batch-tokens", type=int, default=16_384, help="(default: %(default)s)")
     add("--sampler", choices=("bf16", "fp8"), default="bf16", help="precision of the sampler")
-    add("--kernel", help="expert kernel of transformers, e.g. eager or grouped_mm")
+    add("--kernel", default="packed",
+        help="the trainer's expert kernel, e.g. grouped_mm (default: %(default)s)")  # fmt: skip
     add("--attention", choices=("auto", "varlen", "flex", "loop"), default="auto")
     add("--moments", choices=("f32", "bf16"), default="f32")
     add("--repeat", type=int, default=5, help="measurements of each arm (default: %(default)s)")
@@ -282,10 +283,11 @@ class _TrainerArm:
         mismatch = Mismatch(device)
         load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"], device)
         for micro in self.micros:
-            with forward(policy, micro, 1.0, device, micro.recorded() if replay else None) as out:
-                load.add(policy.routing.executed(), out.micro.inner)
-                tokens = Tokens(out.micro.owner, len(micro.sequences))
-                mismatch.add(out.logp, out.micro.rollout, tokens)
+            rows = (micro.recorded(), micro.placeholders) if replay else None
+            with forward(policy, micro, 1.0, rows) as out:
+                load.add(policy.routing.executed(), micro.inner)
+                tokens = Tokens(micro.owner, len(micro.sequences))
+                mismatch.add(out.logp, micro.rollout, tokens)
                 if backward:
                     (-out.logp.sum() / self.scored).backward()
         return mismatch
@@ -303,8 +305,6 @@ class _PlainArm:
             folder, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
         self.model = model.to(device)
-        if given.kernel:
-            self.model.set_experts_implementation(given.kernel)
         self.model.train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         rows = [torch.from_numpy(s.token_ids.astype("i8")) for s in batch.sequences]
