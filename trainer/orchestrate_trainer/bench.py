@@ -8,6 +8,8 @@ the log-probs of these samples and their gradients in turn: the trainer with rep
 without, and plain transformers. Both arms of the trainer run the same code and count the same
 measurements. At the end whole steps are measured, with recompute, optimizer and all metrics.
 Nothing is downloaded, and the weights do not change.
+
+With --check-sync nothing is timed: it counts how often the host waits for the device in a step.
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,6 +42,7 @@ from .passes import forward, own_mini_steps
 from .policy import ModelOptions, Policy, load_policy
 from .settings import Hyperparameters
 from .step import apply
+from .waits import Waits, count_waits
 from .world import World
 
 __all__ = ["main", "parser"]
@@ -48,6 +52,8 @@ PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
 #: Forward passes that the operations of an arm are worth; a backward counts as two. Activation
 #: checkpointing runs a further forward, which utilisation does not count.
 PASSES = {"forward": 1, "train": 3, "step": 4}
+#: Mini steps of a whole step.
+MINI_STEPS = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,7 +77,8 @@ def parser() -> argparse.ArgumentParser:
     add("--sequences", type=int, default=8)
     add("--tokens", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
     add("--sampled", type=int, default=512, help="of these, sampled (default: %(default)s)")
-    add("--micro-batch-tokens", type=int, default=16_384, help="(default: %(default)s)")
+    add("--micro-batch-tokens", "--pack", type=int, default=16_384, metavar="TOKENS",
+        help="most tokens of a pack (default: %(default)s)")  # fmt: skip
     add("--sampler", choices=("bf16", "fp8"), default="bf16", help="precision of the sampler")
     add("--kernel", default="packed",
         help="the trainer's expert kernel, e.g. grouped_mm (default: %(default)s)")  # fmt: skip
@@ -82,8 +89,10 @@ def parser() -> argparse.ArgumentParser:
         help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
     add("--peak-tflops", type=float, help="the device's dense bf16 peak, if unknown")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--out", type=Path, help="JSON file to write the numbers to")
+    add("--out", "--json", type=Path, help="JSON file to write the numbers to")
     add("--markdown", type=Path, help="file to write the table to")
+    add("--check-sync", action="store_true",
+        help="only count the host's waits for the device in a step")  # fmt: skip
     return options
 
 
@@ -102,7 +111,10 @@ def main(arguments: list[str] | None = None) -> int:
     transformers.logging.disable_progress_bar()
     world = World.join(given.device)
     try:
-        report = _Bench(given, world).run()
+        bench = _Bench(given, world)
+        if given.check_sync:
+            return _print_waits(bench.waits())
+        report = bench.run()
     finally:
         world.leave()
     table = markdown(report)
@@ -126,6 +138,27 @@ class _Bench:
         self.peak: dict[str, float] = {}
         self.failed: dict[str, str] = {}
 
+    def waits(self) -> Waits:
+        """Counts the host's waits for the device in a step, after one that warms up."""
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as name:
+            model = random_model(self.given, self.device)
+            model.save_pretrained(name)
+            batch = sample(model, self.given)
+            del model
+            _collect()
+            policy = load_policy(Path(name), self._options(), self.world)
+        learner = Learner.of(policy, self.world, self.given.moments)
+        _step(learner, batch, self.given, self.world)
+        held = chain(policy.parameters(), policy.buffers())
+        with count_waits(self.device, held) as waits:
+            _step(learner, batch, self.given, self.world)
+        return waits
+
+    def _options(self) -> ModelOptions:
+        given = self.given
+        return ModelOptions(experts=given.kernel, attention=given.attention, moments=given.moments)
+
     def run(self) -> dict[str, Any]:
         given = self.given
         torch.manual_seed(0)
@@ -141,10 +174,7 @@ class _Bench:
             del model
             _collect()
             self._log("loading the trainer and plain transformers")
-            options = ModelOptions(
-                experts=given.kernel, attention=given.attention, moments=given.moments
-            )
-            policy = load_policy(folder, options, self.world)
+            policy = load_policy(folder, self._options(), self.world)
             trainer = _TrainerArm(policy, batch, given, self.world)
             plain = _PlainArm(folder, batch, given, self.device)
         arms: dict[str, Callable[[], None]] = {
@@ -331,7 +361,7 @@ def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, worl
         aggregation="token-mean",
         loss_norm_tokens=1.0,
         routing_replay="rollout",
-        mini_steps=2,
+        mini_steps=MINI_STEPS,
         micro_batch_tokens=given.micro_batch_tokens,
         learning_rate=0.0,
         betas=(0.9, 0.98),
@@ -343,6 +373,15 @@ def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, worl
     )
     policy = learner.policy
     apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+
+
+def _print_waits(waits: Waits) -> int:
+    """Prints waits by cause. Returns the exit status: 1 if there are more than 2 per mini step."""
+    each = waits.total / MINI_STEPS
+    print(f"{waits.total} waits for the device in a step, {each:g} per mini step (at most 2)")
+    for cause, number in waits.by_cause.most_common():
+        print(f"{number:6}  {cause}")
+    return int(each > 2)
 
 
 def _versions() -> dict[str, str]:
@@ -374,7 +413,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"scored; micro-batches of {given['micro_batch_tokens']} tokens; attention "
         f"`{report['attention']}`, experts `{report['experts']}`. A token costs "
         f"{report['flops_per_token'] / 1e9:.3g} GFLOP in forward and backward, "
-        f"{report['attention_share']:.0%} of it in attention scores.",
+        f"{report['attention_share']:.0%} of it in attention scores. MFU counts two operations per "
+        "weight that a token uses and the causal half of attention scores, three forwards for a "
+        "forward and a backward, and nothing that activation checkpointing repeats.",
         "",
         "| arm | seconds (range) | tokens/s | TFLOP/s | MFU | held GiB | peak GiB |",
         "|---|---|---|---|---|---|---|",
