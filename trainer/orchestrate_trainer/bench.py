@@ -9,12 +9,14 @@ without, and plain transformers. Both arms of the trainer run the same code and 
 measurements. At the end whole steps are measured, with recompute, optimizer and all metrics.
 Nothing is downloaded, and the weights do not change.
 
-With --check-sync nothing is timed: it counts how often the host waits for the device in a step.
+With --check-sync or --check-devices nothing is timed: they count how often the host waits for the
+device in a step, and compare a step in f32 on the CPU and on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -45,7 +47,7 @@ from .step import apply
 from .waits import Waits, count_waits
 from .world import World
 
-__all__ = ["main", "parser"]
+__all__ = ["compare_devices", "main", "parser"]
 
 #: Dense bf16 peak of a device in TFLOP/s, by a part of its name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
@@ -93,6 +95,8 @@ def parser() -> argparse.ArgumentParser:
     add("--markdown", type=Path, help="file to write the table to")
     add("--check-sync", action="store_true",
         help="only count the host's waits for the device in a step")  # fmt: skip
+    add("--check-devices", action="store_true",
+        help="only compare a step in f32 on the CPU and on the GPU")  # fmt: skip
     return options
 
 
@@ -105,10 +109,12 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("layers", "sequences", "repeat", "micro_batch_tokens"):
         if getattr(given, name) < 1:
             options.error(f"--{name.replace('_', '-')} must be at least 1")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        options.error("--device cuda: PyTorch finds no GPU")
+    if (given.device == "cuda" or given.check_devices) and not torch.cuda.is_available():
+        options.error("--device cuda and --check-devices: PyTorch finds no GPU")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if given.check_devices:
+        return _print_differences(compare_devices(given, ("cpu", "cuda")))
     world = World.join(given.device)
     try:
         bench = _Bench(given, world)
@@ -149,10 +155,11 @@ class _Bench:
             _collect()
             policy = load_policy(Path(name), self._options(), self.world)
         learner = Learner.of(policy, self.world, self.given.moments)
-        _step(learner, batch, self.given, self.world)
+        settings = _settings(self.given)
+        _step(learner, batch, settings, self.world)
         held = chain(policy.parameters(), policy.buffers())
         with count_waits(self.device, held) as waits:
-            _step(learner, batch, self.given, self.world)
+            _step(learner, batch, settings, self.world)
         return waits
 
     def _options(self) -> ModelOptions:
@@ -192,7 +199,12 @@ class _Bench:
         del plain, arms
         _collect()
         learner = Learner.of(policy, self.world, given.moments)
-        self._alternate({"step_replay": lambda: _step(learner, batch, given, self.world)})
+        settings = _settings(given)
+
+        def step() -> None:
+            _step(learner, batch, settings, self.world)
+
+        self._alternate({"step_replay": step})
         return self._report(policy, mismatch)
 
     def _alternate(self, arms: dict[str, Callable[[], None]]) -> None:
@@ -351,9 +363,9 @@ class _PlainArm:
         self.model.zero_grad(set_to_none=True)
 
 
-def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, world: World) -> None:
-    """A whole step of two mini steps with replay: recompute, update, optimizer and metrics."""
-    settings = Hyperparameters(
+def _settings(given: argparse.Namespace) -> Hyperparameters:
+    """A step with replay that changes no weight."""
+    return Hyperparameters(
         policy_loss="grpo",
         clip_low=0.2,
         clip_high=0.28,
@@ -371,8 +383,57 @@ def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, worl
         temperature=1.0,
         measure_no_replay=False,
     )
+
+
+def _step(
+    learner: Learner, batch: SampledBatch, settings: Hyperparameters, world: World
+) -> dict[str, Any]:
+    """A whole step: recompute, update, optimizer and metrics, which are returned."""
     policy = learner.policy
-    apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+    return apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+
+
+def compare_devices(given: argparse.Namespace, devices: tuple[str, str]) -> dict[str, float]:
+    """Differences between the same step in f32 on two devices.
+
+    They are the largest of any weight after the step, absolute, and those of the loss and of the
+    gradient's norm, relative.
+    """
+    # With Adam's usual epsilon, a gradient that is only rounding would move a weight as far as a
+    # large one.
+    settings = dataclasses.replace(_settings(given), learning_rate=1e-3, adam_eps=1e-3)
+    results = []
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as name:
+        model = random_model(given, torch.device("cpu"))
+        model.save_pretrained(name)
+        batch = sample(model, given)
+        for device in devices:
+            world = World.join(device)
+            try:
+                options = ModelOptions(compute="f32", experts=given.kernel)
+                learner = Learner.of(load_policy(Path(name), options, world), world)
+                metrics = _step(learner, batch, settings, world)
+                shards: list[Any] = list(learner.policy.parameters())
+                weights = [shard.full_tensor().detach().cpu() for shard in shards]
+            finally:
+                world.leave()
+            results.append((weights, metrics))
+    (weights, wanted), (others, found) = results
+    return {
+        "weights": max(float((a - b).abs().max()) for a, b in zip(weights, others, strict=True)),
+        **{
+            name: abs(found[name] - wanted[name]) / max(abs(wanted[name]), 1e-3)
+            for name in ("loss", "grad_norm")
+        },
+    }
+
+
+def _print_differences(found: dict[str, float]) -> int:
+    """Prints differences between devices. Returns the exit status: 1 if one is above 1e-4."""
+    for name, value in found.items():
+        print(f"CPU and CUDA in f32 differ in {name} by {value:.2e} (at most 1e-4)")
+    return int(not all(value <= 1e-4 for value in found.values()))
 
 
 def _print_waits(waits: Waits) -> int:
