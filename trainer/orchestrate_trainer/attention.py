@@ -28,7 +28,7 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface
 
 from .cost import head_widths
 from .data import on_device
@@ -69,7 +69,8 @@ class Packing:
         if window not in self._masks:
             tokens = sum(self.lengths)
             counts = torch.tensor(self.lengths)
-            document = torch.arange(len(counts)).repeat_interleave(counts).to(self.device)
+            document = torch.arange(len(counts)).repeat_interleave(counts)
+            document = on_device(document, self.device)
 
             def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
                 seen = (document[query] == document[key]) & (key <= query)
@@ -274,5 +275,6 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     return torch.compile(function, dynamic=True)
 
 
+# Without a mask function of this name, transformers makes no mask. With one it would first look for
+# packed sequences in the positions, for which the host waits for the device.
 AttentionInterface.register(NAME, packed_attention)
-AttentionMaskInterface.register(NAME, lambda *_, **__: None)

@@ -8,11 +8,15 @@ the log-probs of these samples and their gradients in turn: the trainer with rep
 without, and plain transformers. Both arms of the trainer run the same code and count the same
 measurements. At the end whole steps are measured, with recompute, optimizer and all metrics.
 Nothing is downloaded, and the weights do not change.
+
+With --check-sync or --check-devices nothing is timed: they count how often the host waits for the
+device in a step, and compare a step in f32 on the CPU and on the GPU.
 """
 
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import gc
 import json
 import os
@@ -22,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 from typing import Any, cast
 
@@ -39,15 +44,18 @@ from .passes import forward, own_mini_steps
 from .policy import ModelOptions, Policy, load_policy
 from .settings import Hyperparameters
 from .step import apply
+from .waits import Waits, count_waits
 from .world import World
 
-__all__ = ["main", "parser"]
+__all__ = ["compare_devices", "main", "parser"]
 
 #: Dense bf16 peak of a device in TFLOP/s, by a part of its name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
 #: Forward passes that the operations of an arm are worth; a backward counts as two. Activation
 #: checkpointing runs a further forward, which utilisation does not count.
 PASSES = {"forward": 1, "train": 3, "step": 4}
+#: Mini steps of a whole step.
+MINI_STEPS = 2
 
 
 def parser() -> argparse.ArgumentParser:
@@ -71,9 +79,11 @@ def parser() -> argparse.ArgumentParser:
     add("--sequences", type=int, default=8)
     add("--tokens", type=int, default=8192, help="tokens of a sequence (default: %(default)s)")
     add("--sampled", type=int, default=512, help="of these, sampled (default: %(default)s)")
-    add("--micro-batch-tokens", type=int, default=16_384, help="(default: %(default)s)")
+    add("--micro-batch-tokens", "--pack", type=int, default=16_384, metavar="TOKENS",
+        help="most tokens of a pack (default: %(default)s)")  # fmt: skip
     add("--sampler", choices=("bf16", "fp8"), default="bf16", help="precision of the sampler")
-    add("--kernel", help="expert kernel of transformers, e.g. eager or grouped_mm")
+    add("--kernel", default="packed",
+        help="the trainer's expert kernel, e.g. grouped_mm (default: %(default)s)")  # fmt: skip
     add("--attention", choices=("auto", "varlen", "flex", "loop"), default="auto")
     add("--moments", choices=("f32", "bf16"), default="f32")
     add("--repeat", type=int, default=5, help="measurements of each arm (default: %(default)s)")
@@ -81,8 +91,12 @@ def parser() -> argparse.ArgumentParser:
         help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
     add("--peak-tflops", type=float, help="the device's dense bf16 peak, if unknown")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
-    add("--out", type=Path, help="JSON file to write the numbers to")
+    add("--out", "--json", type=Path, help="JSON file to write the numbers to")
     add("--markdown", type=Path, help="file to write the table to")
+    add("--check-sync", action="store_true",
+        help="only count the host's waits for the device in a step")  # fmt: skip
+    add("--check-devices", action="store_true",
+        help="only compare a step in f32 on the CPU and on the GPU")  # fmt: skip
     return options
 
 
@@ -95,13 +109,18 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("layers", "sequences", "repeat", "micro_batch_tokens"):
         if getattr(given, name) < 1:
             options.error(f"--{name.replace('_', '-')} must be at least 1")
-    if given.device == "cuda" and not torch.cuda.is_available():
-        options.error("--device cuda: PyTorch finds no GPU")
+    if (given.device == "cuda" or given.check_devices) and not torch.cuda.is_available():
+        options.error("--device cuda and --check-devices: PyTorch finds no GPU")
     transformers.logging.set_verbosity_error()
     transformers.logging.disable_progress_bar()
+    if given.check_devices:
+        return _print_differences(compare_devices(given, ("cpu", "cuda")))
     world = World.join(given.device)
     try:
-        report = _Bench(given, world).run()
+        bench = _Bench(given, world)
+        if given.check_sync:
+            return _print_waits(bench.waits())
+        report = bench.run()
     finally:
         world.leave()
     table = markdown(report)
@@ -125,6 +144,28 @@ class _Bench:
         self.peak: dict[str, float] = {}
         self.failed: dict[str, str] = {}
 
+    def waits(self) -> Waits:
+        """Counts the host's waits for the device in a step, after one that warms up."""
+        torch.manual_seed(0)
+        with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as name:
+            model = random_model(self.given, self.device)
+            model.save_pretrained(name)
+            batch = sample(model, self.given)
+            del model
+            _collect()
+            policy = load_policy(Path(name), self._options(), self.world)
+        learner = Learner.of(policy, self.world, self.given.moments)
+        settings = _settings(self.given)
+        _step(learner, batch, settings, self.world)
+        held = chain(policy.parameters(), policy.buffers())
+        with count_waits(self.device, held) as waits:
+            _step(learner, batch, settings, self.world)
+        return waits
+
+    def _options(self) -> ModelOptions:
+        given = self.given
+        return ModelOptions(experts=given.kernel, attention=given.attention, moments=given.moments)
+
     def run(self) -> dict[str, Any]:
         given = self.given
         torch.manual_seed(0)
@@ -140,10 +181,7 @@ class _Bench:
             del model
             _collect()
             self._log("loading the trainer and plain transformers")
-            options = ModelOptions(
-                experts=given.kernel, attention=given.attention, moments=given.moments
-            )
-            policy = load_policy(folder, options, self.world)
+            policy = load_policy(folder, self._options(), self.world)
             trainer = _TrainerArm(policy, batch, given, self.world)
             plain = _PlainArm(folder, batch, given, self.device)
         arms: dict[str, Callable[[], None]] = {
@@ -161,7 +199,12 @@ class _Bench:
         del plain, arms
         _collect()
         learner = Learner.of(policy, self.world, given.moments)
-        self._alternate({"step_replay": lambda: _step(learner, batch, given, self.world)})
+        settings = _settings(given)
+
+        def step() -> None:
+            _step(learner, batch, settings, self.world)
+
+        self._alternate({"step_replay": step})
         return self._report(policy, mismatch)
 
     def _alternate(self, arms: dict[str, Callable[[], None]]) -> None:
@@ -282,10 +325,11 @@ class _TrainerArm:
         mismatch = Mismatch(device)
         load = Load(len(policy.shape["moe_layers"]), policy.shape["experts"], device)
         for micro in self.micros:
-            with forward(policy, micro, 1.0, device, micro.recorded() if replay else None) as out:
-                load.add(policy.routing.executed(), out.micro.inner)
-                tokens = Tokens(out.micro.owner, len(micro.sequences))
-                mismatch.add(out.logp, out.micro.rollout, tokens)
+            rows = (micro.recorded(), micro.placeholders) if replay else None
+            with forward(policy, micro, 1.0, rows) as out:
+                load.add(policy.routing.executed(), micro.inner)
+                tokens = Tokens(micro.owner, len(micro.sequences))
+                mismatch.add(out.logp, micro.rollout, tokens)
                 if backward:
                     (-out.logp.sum() / self.scored).backward()
         return mismatch
@@ -303,8 +347,6 @@ class _PlainArm:
             folder, dtype=torch.bfloat16, attn_implementation="sdpa"
         )
         self.model = model.to(device)
-        if given.kernel:
-            self.model.set_experts_implementation(given.kernel)
         self.model.train()
         self.model.gradient_checkpointing_enable({"use_reentrant": False})
         rows = [torch.from_numpy(s.token_ids.astype("i8")) for s in batch.sequences]
@@ -321,9 +363,9 @@ class _PlainArm:
         self.model.zero_grad(set_to_none=True)
 
 
-def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, world: World) -> None:
-    """A whole step of two mini steps with replay: recompute, update, optimizer and metrics."""
-    settings = Hyperparameters(
+def _settings(given: argparse.Namespace) -> Hyperparameters:
+    """A step with replay that changes no weight."""
+    return Hyperparameters(
         policy_loss="grpo",
         clip_low=0.2,
         clip_high=0.28,
@@ -331,7 +373,7 @@ def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, worl
         aggregation="token-mean",
         loss_norm_tokens=1.0,
         routing_replay="rollout",
-        mini_steps=2,
+        mini_steps=MINI_STEPS,
         micro_batch_tokens=given.micro_batch_tokens,
         learning_rate=0.0,
         betas=(0.9, 0.98),
@@ -341,8 +383,66 @@ def _step(learner: Learner, batch: SampledBatch, given: argparse.Namespace, worl
         temperature=1.0,
         measure_no_replay=False,
     )
+
+
+def _step(
+    learner: Learner, batch: SampledBatch, settings: Hyperparameters, world: World
+) -> dict[str, Any]:
+    """A whole step: recompute, update, optimizer and metrics, which are returned."""
     policy = learner.policy
-    apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+    return apply(learner, lambda: policy, cast("Batch", batch), settings, world, lambda *_: True)
+
+
+def compare_devices(given: argparse.Namespace, devices: tuple[str, str]) -> dict[str, float]:
+    """Differences between the same step in f32 on two devices.
+
+    They are the largest of any weight after the step, absolute, and those of the loss and of the
+    gradient's norm, relative.
+    """
+    # With Adam's usual epsilon, a gradient that is only rounding would move a weight as far as a
+    # large one.
+    settings = dataclasses.replace(_settings(given), learning_rate=1e-3, adam_eps=1e-3)
+    results = []
+    torch.manual_seed(0)
+    with tempfile.TemporaryDirectory(prefix="orchestrate-bench-") as name:
+        model = random_model(given, torch.device("cpu"))
+        model.save_pretrained(name)
+        batch = sample(model, given)
+        for device in devices:
+            world = World.join(device)
+            try:
+                options = ModelOptions(compute="f32", experts=given.kernel)
+                learner = Learner.of(load_policy(Path(name), options, world), world)
+                metrics = _step(learner, batch, settings, world)
+                shards: list[Any] = list(learner.policy.parameters())
+                weights = [shard.full_tensor().detach().cpu() for shard in shards]
+            finally:
+                world.leave()
+            results.append((weights, metrics))
+    (weights, wanted), (others, found) = results
+    return {
+        "weights": max(float((a - b).abs().max()) for a, b in zip(weights, others, strict=True)),
+        **{
+            name: abs(found[name] - wanted[name]) / max(abs(wanted[name]), 1e-3)
+            for name in ("loss", "grad_norm")
+        },
+    }
+
+
+def _print_differences(found: dict[str, float]) -> int:
+    """Prints differences between devices. Returns the exit status: 1 if one is above 1e-4."""
+    for name, value in found.items():
+        print(f"CPU and CUDA in f32 differ in {name} by {value:.2e} (at most 1e-4)")
+    return int(not all(value <= 1e-4 for value in found.values()))
+
+
+def _print_waits(waits: Waits) -> int:
+    """Prints waits by cause. Returns the exit status: 1 if there are more than 2 per mini step."""
+    each = waits.total / MINI_STEPS
+    print(f"{waits.total} waits for the device in a step, {each:g} per mini step (at most 2)")
+    for cause, number in waits.by_cause.most_common():
+        print(f"{number:6}  {cause}")
+    return int(each > 2)
 
 
 def _versions() -> dict[str, str]:
@@ -374,7 +474,9 @@ def markdown(report: dict[str, Any]) -> str:
         f"scored; micro-batches of {given['micro_batch_tokens']} tokens; attention "
         f"`{report['attention']}`, experts `{report['experts']}`. A token costs "
         f"{report['flops_per_token'] / 1e9:.3g} GFLOP in forward and backward, "
-        f"{report['attention_share']:.0%} of it in attention scores.",
+        f"{report['attention_share']:.0%} of it in attention scores. MFU counts two operations per "
+        "weight that a token uses and the causal half of attention scores, three forwards for a "
+        "forward and a backward, and nothing that activation checkpointing repeats.",
         "",
         "| arm | seconds (range) | tokens/s | TFLOP/s | MFU | held GiB | peak GiB |",
         "|---|---|---|---|---|---|---|",

@@ -114,7 +114,12 @@ def parser() -> argparse.ArgumentParser:
         action="store_true",
         help="keep parameters and optimizer in host memory (CUDA)",
     )
-    add("--experts", help="name of the expert kernel in transformers, e.g. eager or grouped_mm")
+    add(
+        "--experts",
+        default="packed",
+        help="expert kernel: packed, or a name of transformers such as eager or grouped_mm "
+        "(default: %(default)s)",
+    )
     add(
         "--attention",
         choices=("auto", "varlen", "flex", "loop"),

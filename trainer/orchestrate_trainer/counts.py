@@ -1,17 +1,21 @@
 """Histograms of bounded size, in the trainer protocol's form: counts that processes and steps can
 add up.
 
-Counts stay on the device of what is counted until ``finish``: adding never makes the host wait.
+Counts stay on the device of what is counted until :func:`read_sums` or ``finish``: adding never
+makes the host wait.
 """
 
 from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .world import World
 
-__all__ = ["HalfDecades", "ProbabilityGrid", "count", "load_curve"]
+__all__ = ["DeviceSums", "HalfDecades", "ProbabilityGrid", "count", "load_curve", "read_sums"]
 
 ROOT_OF_TEN = 3.1622776601683795
 #: Boundaries between the bins of :class:`HalfDecades`; a boundary belongs to the bin above it.
@@ -28,6 +32,34 @@ GRID_EDGES = (torch.arange(1, BINS, dtype=torch.float64) / 8) ** 2
 CURVE_POINTS = 16
 
 
+class DeviceSums:
+    """Base of what is summed on the device: its float64 tensors, those in its dictionaries, and
+    those of the :class:`DeviceSums` that it holds."""
+
+    def _places(self) -> Iterator[tuple[dict[str, Any], str]]:
+        """The dictionary and key of every tensor."""
+        for owner in (vars(self), *(v for v in vars(self).values() if isinstance(v, dict))):
+            for name, value in owner.items():
+                if isinstance(value, Tensor):
+                    yield owner, name
+                elif isinstance(value, DeviceSums):
+                    yield from value._places()
+
+
+def read_sums(*measured: DeviceSums) -> None:
+    """Moves ``measured`` to the CPU by a single copy, so that the host waits for the device once.
+
+    Nothing can be added on the device afterwards.
+    """
+    places = [place for sums in measured for place in sums._places()]
+    tensors = [owner[name] for owner, name in places]
+    parts = torch.cat([tensor.flatten() for tensor in tensors]).cpu()
+    for (owner, name), tensor, part in zip(
+        places, tensors, parts.split([tensor.numel() for tensor in tensors]), strict=True
+    ):
+        owner[name] = part.view(tensor.shape)
+
+
 def count(counts: Tensor, places: Tensor, weights: Tensor | None = None) -> None:
     """Adds ``weights`` ``[n]``, or 1 each, to ``counts`` float64 ``[m]`` at ``places`` ``[n]``."""
     if weights is None:
@@ -35,7 +67,7 @@ def count(counts: Tensor, places: Tensor, weights: Tensor | None = None) -> None
     counts.index_add_(0, places, weights.to(counts.dtype))
 
 
-class HalfDecades:
+class HalfDecades(DeviceSums):
     """Histogram of sizes in half decades: 18 counts, the first for sizes below 1e-7, the last for
     sizes of 10 and above."""
 
@@ -55,7 +87,7 @@ class HalfDecades:
         return counts if any(counts) else []
 
 
-class ProbabilityGrid:
+class ProbabilityGrid(DeviceSums):
     """Histogram of tokens by their probability under the sampler and under the trainer.
 
     Bin ``b`` of an axis holds ``-log p`` from ``(b / 8)²`` to ``((b + 1) / 8)²``; the last bin

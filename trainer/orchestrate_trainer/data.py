@@ -18,6 +18,7 @@ __all__ = [
     "OwnSequence",
     "check",
     "distribute",
+    "joined",
     "on_device",
 ]
 
@@ -27,10 +28,27 @@ class InvalidSequenceError(ValueError):
 
 
 def on_device(tensor: Tensor, device: torch.device) -> Tensor:
-    """``tensor`` on ``device``, without making the host wait for the device's earlier work."""
-    if tensor.device.type == "cpu" and device.type == "cuda" and tensor.numel():
+    """Copy of ``tensor`` on ``device``, without making the host wait for the device's earlier work.
+
+    A tensor that is already on a GPU is returned itself.
+    """
+    if tensor.device.type != "cpu":
+        return tensor.to(device, non_blocking=True)
+    if device.type == "cuda" and tensor.numel():
         tensor = tensor.pin_memory()
-    return tensor.to(device, non_blocking=True)
+    # Also a copy from CPU to CPU, so that both kinds of device behave alike.
+    return tensor.to(device, non_blocking=True, copy=True)
+
+
+def joined(parts: list[Tensor], device: torch.device) -> Tensor:
+    """``parts`` ``[T_i, ...]``, one after the other, on ``device`` like :func:`on_device`."""
+    if device.type != "cuda":
+        return on_device(torch.cat(parts), device)
+    tokens = sum(len(part) for part in parts)
+    shape = (tokens, *parts[0].shape[1:])
+    # Joined in pinned memory, because pinning a joined tensor would copy it once more.
+    pinned = torch.empty(shape, dtype=parts[0].dtype, pin_memory=True)
+    return on_device(torch.cat(parts, out=pinned), device)
 
 
 def distribute(lengths: list[int], parts: int) -> list[list[int]]:
@@ -166,6 +184,10 @@ class MicroBatch:
     #: Whether a token's experts matter to a later one, bool ``[T]``: not of a sequence's last token
     #: nor of the placeholder of a micro-batch without sequences.
     inner: Tensor = field(init=False)
+    #: Whether a token's experts were recorded, bool ``[T]``.
+    valid: Tensor = field(init=False)
+    #: Rows that were not recorded, int64.
+    placeholders: Tensor = field(init=False)
 
     def __post_init__(self) -> None:
         """Builds the packed tensors."""
@@ -195,6 +217,8 @@ class MicroBatch:
         self.member = torch.arange(len(counts)).repeat_interleave(counts)
         self.inner = torch.ones(len(flat), dtype=torch.bool)
         self.inner[counts.cumsum(0) - 1] = False
+        self.valid = torch.cat([s.valid for s in own]) if own else torch.zeros(1, dtype=torch.bool)
+        self.placeholders = (~self.valid).nonzero().squeeze(-1)
 
     def to(self, device: torch.device) -> MicroBatch:
         """The same micro-batch with its tensors on ``device``."""
@@ -204,10 +228,12 @@ class MicroBatch:
                 setattr(moved, name, on_device(value, device))
         return moved
 
-    def recorded(self) -> tuple[Tensor, Tensor]:
-        """Recorded experts ``[T, L, K]``, and which rows were recorded, bool ``[T]``."""
-        rows = torch.cat([s.routes for s in self.sequences])
-        return rows, torch.cat([s.valid for s in self.sequences])
+    def recorded(self) -> Tensor:
+        """Recorded experts ``[T, L, K]`` in the batch's narrow dtype, on the micro-batch's device.
+
+        They take more memory than all else together, so each call copies them.
+        """
+        return joined([s.routes for s in self.sequences], self.tokens.device)
 
     def _scored(self, sequence: OwnSequence) -> Tensor:
         return torch.arange(1, len(sequence)) if self.every_token else sequence.scored

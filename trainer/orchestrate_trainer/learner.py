@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
+from torch import Tensor
 
 from .heads import Heads
 from .moments import Bf16AdamW
 from .policy import Policy
-from .settings import Hyperparameters
 from .world import World
 
 __all__ = ["Learner"]
@@ -36,14 +36,17 @@ class Learner:
         if moments == "bf16":
             optimizer = Bf16AdamW(policy.parameters(), seed=world.rank)
         else:
-            optimizer = torch.optim.AdamW(policy.parameters(), lr=0.0, foreach=True)
+            # One kernel per update on CUDA. It keeps the number of updates on the device too.
+            fused = next(policy.parameters()).device.type == "cuda"
+            optimizer = torch.optim.AdamW(
+                policy.parameters(), lr=0.0, fused=fused, foreach=not fused
+            )
         return cls(policy, optimizer, heads)
 
-    def next_rate(self, settings: Hyperparameters) -> float:
-        """Learning rate of the next optimizer step.
+    def updates(self) -> Tensor:
+        """Number of optimizer steps made, where the optimizer keeps it.
 
-        The optimizer's own step count is the position in the warm-up, so a resumed run continues
-        where it was.
+        This is the position in the warm-up, so a resumed run continues where it was.
         """
-        made = (int(state["step"]) for state in self.optimizer.state.values())
-        return settings.rate(next(made, 0) + 1)
+        made = (state["step"] for state in self.optimizer.state.values())
+        return torch.as_tensor(next(made, 0.0))

@@ -1,7 +1,8 @@
 """Diagnostics of a step: how far the trainer is from the engine, in probabilities and in routes.
 
 Each class sums over one process's tokens, on their device and without making the host wait; its
-``finish`` reads the sums and combines the processes. ``device`` is by default the CPU.
+``finish`` combines the processes, after :func:`~orchestrate_trainer.counts.read_sums` has read the
+sums of all measurements at once. ``device`` is by default the CPU.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .corrections import Tokens, bounded_ratio
-from .counts import HalfDecades, ProbabilityGrid, count, load_curve
+from .counts import DeviceSums, HalfDecades, ProbabilityGrid, count, load_curve
 from .world import World
 
 __all__ = ["Disagreement", "Load", "Mismatch", "Ratio", "differing", "k3"]
@@ -41,7 +42,7 @@ def differing(sampler: Tensor, trainer: Tensor) -> Tensor:
     return sampler.shape[-1] - same.any(-1).sum(-1)
 
 
-class Mismatch:
+class Mismatch(DeviceSums):
     """Mismatch of log-probs between sampler and trainer, over loss tokens."""
 
     def __init__(self, device: torch.device | None = None) -> None:
@@ -96,7 +97,7 @@ class Mismatch:
         return mismatch, ratio
 
 
-class Disagreement:
+class Disagreement(DeviceSums):
     """Disagreement of recorded experts and the trainer's own, over tokens that have a row."""
 
     def __init__(self, layers: int, top_k: int, device: torch.device | None = None) -> None:
@@ -143,7 +144,7 @@ class Disagreement:
         }
 
 
-class Load:
+class Load(DeviceSums):
     """How evenly the experts of each MoE layer are used."""
 
     def __init__(self, layers: int, experts: int, device: torch.device | None = None) -> None:
@@ -171,7 +172,7 @@ class Load:
         }
 
 
-class Ratio:
+class Ratio(DeviceSums):
     """Ratio of the updated policy to the one at the weights of the rollout, over loss tokens."""
 
     def __init__(self, device: torch.device | None = None) -> None:

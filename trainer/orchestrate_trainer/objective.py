@@ -9,6 +9,7 @@ from torch import Tensor
 
 from . import losses
 from .corrections import Tokens, correction, off_policy_keep
+from .counts import DeviceSums
 from .data import MicroBatch
 from .losses import Loss, Totals
 from .measures import Ratio
@@ -36,7 +37,7 @@ class Critic:
     returns: Returns
 
 
-class Objective:
+class Objective(DeviceSums):
     """The loss of a step's micro-batches, and the metrics that come from it."""
 
     def __init__(self, settings: Hyperparameters, device: torch.device | None = None) -> None:

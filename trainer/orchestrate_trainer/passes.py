@@ -16,7 +16,8 @@ from torch import Tensor
 
 from .batch import Batch
 from .corrections import Tokens
-from .data import MicroBatch, OwnSequence, check, distribute, on_device
+from .counts import DeviceSums, read_sums
+from .data import MicroBatch, OwnSequence, check, distribute
 from .measures import Disagreement, Mismatch
 from .packs import plan_packs
 from .policy import Policy
@@ -51,7 +52,7 @@ class ForwardOutput:
     entropy: Tensor
     #: Final hidden states that they are predicted from, ``[n, d]``.
     hidden: Tensor
-    #: The micro-batch, on the device.
+    #: The micro-batch.
     micro: MicroBatch
 
 
@@ -60,28 +61,23 @@ def forward(
     policy: Policy,
     micro: MicroBatch,
     temperature: float,
-    device: torch.device,
-    replay: tuple[Tensor, Tensor] | None = None,
+    replay: tuple[Tensor, Tensor | None] | None = None,
     watch: Tensor | bool = False,
     keep: Tensor | None = None,
     compare: bool = False,
 ) -> Iterator[ForwardOutput]:
     """Runs the forward pass of ``micro``. Its backward pass must run inside the context.
 
-    ``replay`` holds recorded experts ``[T, L, K]``, and which rows were recorded, bool ``[T]`` on
-    the CPU; ``watch``, ``keep`` and ``compare`` are those of
-    :meth:`~orchestrate_trainer.replay.Routing.micro_batch`.
+    ``replay`` holds recorded experts ``[T, L, K]``, and the placeholder rows among them, if there
+    are any; ``watch``, ``keep`` and ``compare`` are those of
+    :meth:`~orchestrate_trainer.replay.Routing.micro_batch`. All tensors are on the device.
     """
-    moved = micro.to(device)
-    rows, valid = (None, None) if replay is None else (on_device(replay[0], device), replay[1])
-    if isinstance(watch, Tensor):
-        watch = on_device(watch, device)
-    keep = None if keep is None else on_device(keep, device)
-    with policy.routing.micro_batch(rows, valid, watch, keep, compare):
+    rows, placeholders = (None, None) if replay is None else replay
+    with policy.routing.micro_batch(rows, placeholders, watch, keep, compare):
         logp, entropy, hidden = policy(
-            moved.tokens, moved.positions, moved.lengths, moved.rows, moved.targets, temperature
+            micro.tokens, micro.positions, micro.lengths, micro.rows, micro.targets, temperature
         )
-        yield ForwardOutput(logp, entropy, hidden, moved)
+        yield ForwardOutput(logp, entropy, hidden, micro)
 
 
 def own_mini_steps(
@@ -92,7 +88,7 @@ def own_mini_steps(
     world: World,
     every_token: bool = False,
 ) -> list[list[MicroBatch]]:
-    """Reads and checks this process's micro-batches of each of ``count`` mini steps.
+    """Reads and checks this process's micro-batches of each of ``count`` mini steps, on its device.
 
     The batch's sequences are distributed over the mini steps by tokens, and those of a mini step
     over the processes by cost (:func:`~orchestrate_trainer.packs.plan_packs`), in micro-batches of
@@ -116,10 +112,10 @@ def own_mini_steps(
     problems = [found for found in world.gather(problem) if found is not None]
     if problems:
         raise StepError(problems[0])
-    return [[MicroBatch(pack, every_token) for pack in packs] for packs in own]
+    return [[MicroBatch(pack, every_token).to(world.device) for pack in packs] for packs in own]
 
 
-class RouteDisagreement:
+class RouteDisagreement(DeviceSums):
     """Accumulates :class:`~orchestrate_trainer.measures.Disagreement` over micro-batches."""
 
     def __init__(self, policy: Policy, device: torch.device) -> None:
@@ -127,11 +123,11 @@ class RouteDisagreement:
         self._sums = Disagreement(layers, top_k, device)
 
     def add(self, micro: MicroBatch, own: Tensor) -> None:
-        """Compares the recorded experts of ``micro``, which is on the device of ``own``, with the
-        routers' own choice ``own`` ``[T, L, K]``."""
+        """Compares the recorded experts of ``micro`` with the routers' own choice ``own``
+        ``[T, L, K]``."""
         if micro.sequences:
-            rows, valid = (on_device(part, own.device) for part in micro.recorded())
-            self._sums.add(rows, own, valid, Tokens(micro.member, len(micro.sequences)))
+            members = Tokens(micro.member, len(micro.sequences))
+            self._sums.add(micro.recorded(), own, micro.valid, members)
 
     def finish(self, world: World) -> dict[str, Any]:
         """The protocol's ``Disagreement``, over all processes."""
@@ -148,21 +144,26 @@ def measure_logprobs(
     """
     (micros,) = own_mini_steps(batch, 1, budget, policy, world, every_token=True)
     mismatch, disagreement = Mismatch(), RouteDisagreement(policy, world.device)
-    found: dict[int, list[float]] = {}
+    logprobs = []
     with torch.no_grad():
         for micro in micros:
-            rows = micro.recorded() if replay and micro.sequences else None
-            with forward(policy, micro, temperature, world.device, rows) as out:
+            rows = (micro.recorded(), micro.placeholders) if replay and micro.sequences else None
+            with forward(policy, micro, temperature, rows) as out:
                 if not replay:
-                    disagreement.add(out.micro, policy.routing.own())
-                logp = out.logp.float().cpu()
-            for number, sequence in enumerate(micro.sequences):
-                scored = logp[micro.owner == number] if micro.live else logp[:0]
-                padded = torch.cat([torch.zeros(1), scored])
-                places = sequence.scored
-                tokens = Tokens(torch.zeros_like(places), 1)
-                mismatch.add(padded[places], sequence.rollout[places], tokens)
-                found[sequence.index] = padded.tolist()
+                    disagreement.add(micro, policy.routing.own())
+                logprobs.append(out.logp.float())
+    read_sums(disagreement)
+    found: dict[int, list[float]] = {}
+    parts = torch.cat(logprobs).cpu().split([len(logp) for logp in logprobs])
+    for micro, logp in zip(micros, parts, strict=True):
+        counts = [len(sequence) - 1 for sequence in micro.sequences]
+        each = logp[: sum(counts)].split(counts)
+        for sequence, scored in zip(micro.sequences, each, strict=True):
+            padded = torch.cat([torch.zeros(1), scored])
+            places = sequence.scored
+            tokens = Tokens(torch.zeros_like(places), 1)
+            mismatch.add(padded[places], sequence.rollout[places], tokens)
+            found[sequence.index] = padded.tolist()
     merged = {index: values for part in world.gather(found) for index, values in part.items()}
     return {
         "logprobs": [merged[index] for index in sorted(merged)],

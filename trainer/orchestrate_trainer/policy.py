@@ -26,6 +26,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import attention
 from .cost import ForwardCost
+from .experts import NAME as PACKED_EXPERTS
 from .replay import Routing
 from .world import World
 
@@ -49,8 +50,8 @@ class ModelOptions:
     activation_checkpointing: bool = True
     #: Keep parameters, gradients and optimizer state in host memory between uses (CUDA only).
     cpu_offload: bool = False
-    #: Name of the expert kernel in transformers; ``None`` is its default.
-    experts: str | None = None
+    #: Name of an expert kernel that transformers knows.
+    experts: str = PACKED_EXPERTS
     #: Attention kernel; ``auto`` is the best for model, dtype and device.
     attention: Literal["auto", "varlen", "flex", "loop"] = "auto"
     #: Dtype of the optimizer's moments.
@@ -148,8 +149,7 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
         skeleton = AutoModelForCausalLM.from_config(
             config, dtype=torch.float32, attn_implementation=attention.NAME
         )
-    if options.experts is not None:
-        skeleton.set_experts_implementation(options.experts)
+    skeleton.set_experts_implementation(options.experts)
     dtype = options.dtype(world)
     try:
         kernel = attention.choose_kernel(options.attention, skeleton, dtype, world.device)

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import MicroBatch
+from .data import MicroBatch, on_device
 from .routers import RouterSpec
 
 __all__ = [
@@ -45,12 +45,22 @@ def predictor_rows(micro: MicroBatch, limit: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Features:
-    """Router inputs and logits of ``R`` rows at the rollout weights, on the CPU."""
+    """Router inputs and logits of ``R`` rows at the rollout weights, on the CPU.
 
-    #: ``[R, L, d]``
+    The host never reads them: copies there and back are in the order of the device's work.
+    """
+
+    #: ``[L, R, d]``
     inputs: Tensor
-    #: ``[R, L, E]``
+    #: ``[L, R, E]``
     logits: Tensor
+
+    @classmethod
+    def on_host(cls, inputs: Tensor, logits: Tensor) -> Features:
+        """Copies ``[R, L, d]`` and ``[R, L, E]`` from the device without waiting for it."""
+        parts = (part.transpose(0, 1).contiguous() for part in (inputs, logits))
+        # On CUDA the result is in pinned memory.
+        return cls(*(part.to("cpu", non_blocking=True) for part in parts))
 
 
 def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> Tensor:
@@ -64,7 +74,11 @@ def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> Ten
         return total
     for layer in range(len(predictor)):
         # One layer at a time: the features of all layers may not fit on the device.
-        inputs, before = (part[:, layer].to(predictor) for part in (old.inputs, old.logits))
+        # Converting before the copy would read the host's copy, which may not be complete.
+        inputs, before = (
+            on_device(part[layer], predictor.device).to(predictor)
+            for part in (old.inputs, old.logits)
+        )
         loss = predictor_loss(inputs, before, logits[:, layer].to(predictor), predictor[layer].T)
         loss = loss * len(inputs)
         loss.backward()

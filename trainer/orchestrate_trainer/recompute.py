@@ -8,13 +8,13 @@ choice here, and are replayed as well.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from .corrections import Tokens
-from .data import MicroBatch
+from .counts import DeviceSums
+from .data import MicroBatch, on_device
 from .learner import Learner
 from .losses import kl_penalty
 from .measures import Load, Mismatch
@@ -44,8 +44,8 @@ __all__ = [
 class RecomputedPass:
     """One micro-batch at the rollout weights.
 
-    Tensors stay on the device, so that the host need not wait for it, except for the predictor's
-    features, which are large. Executed experts take 384 bytes per token and 48 layers of 8 ids.
+    Tensors stay on the device, except for the predictor's features, which are large. Executed
+    experts take 384 bytes per token and 48 layers of 8 ids.
     """
 
     #: Log-probs of the scored tokens, nats, ``[n]``.
@@ -65,11 +65,11 @@ class RecomputedPass:
 class WithoutReplay:
     """Measurements of a forward pass in which the routers choose freely."""
 
-    mismatch: dict[str, Any]
-    disagreement: dict[str, Any]
+    mismatch: Mismatch
+    disagreement: RouteDisagreement
 
 
-class RecomputeStatistics:
+class RecomputeStatistics(DeviceSums):
     """Accumulates measurements of this process's micro-batches at the rollout weights."""
 
     def __init__(self, policy: Policy, settings: Hyperparameters, device: torch.device) -> None:
@@ -105,13 +105,17 @@ class RecomputeStatistics:
 
 
 def recorded_routes(micro: MicroBatch, settings: Hyperparameters) -> tuple[Tensor, Tensor] | None:
-    """The rollout's experts and which rows were recorded, if the settings replay them."""
-    return micro.recorded() if settings.replays_rollout and micro.sequences else None
+    """The rollout's experts and the placeholder rows among them, if the settings replay them."""
+    if not settings.replays_rollout or not micro.sequences:
+        return None
+    return micro.recorded(), micro.placeholders
 
 
 def kept_rows(micro: MicroBatch, settings: Hyperparameters) -> Tensor | None:
     """Rows that train the router predictor, if the settings have one."""
-    return predictor_rows(micro, settings.predictor_tokens) if settings.predicts else None
+    if not settings.predicts:
+        return None
+    return on_device(predictor_rows(micro, settings.predictor_tokens), micro.tokens.device)
 
 
 @torch.no_grad()
@@ -121,16 +125,16 @@ def measure_without_replay(
     """Compares the trainer with the sampler in a forward pass without replay."""
     mismatch, disagreement = Mismatch(world.device), RouteDisagreement(policy, world.device)
     for micro in plan.micros:
-        with forward(policy, micro, settings.temperature, world.device) as out:
-            disagreement.add(out.micro, policy.routing.own())
+        with forward(policy, micro, settings.temperature) as out:
+            disagreement.add(micro, policy.routing.own())
             if micro.live:
-                mismatch.add(out.logp, out.micro.rollout, _tokens(out.micro))
-    return WithoutReplay(mismatch.finish(world)[0], disagreement.finish(world))
+                mismatch.add(out.logp, micro.rollout, _tokens(micro))
+    return WithoutReplay(mismatch, disagreement)
 
 
 @torch.no_grad()
 def reference_logprobs(
-    reference: Policy, plan: StepPlan, settings: Hyperparameters, world: World
+    reference: Policy, plan: StepPlan, settings: Hyperparameters
 ) -> list[Tensor]:
     """Log-probs ``[n]`` of each micro-batch under the reference policy, on the device.
 
@@ -138,7 +142,7 @@ def reference_logprobs(
     """
     logprobs = []
     for micro in plan.micros:
-        with forward(reference, micro, settings.temperature, world.device) as out:
+        with forward(reference, micro, settings.temperature) as out:
             logprobs.append(out.logp)
     return logprobs
 
@@ -153,7 +157,6 @@ def recompute(
     learner: Learner,
     plan: StepPlan,
     settings: Hyperparameters,
-    world: World,
     references: list[Tensor] | None,
     statistics: RecomputeStatistics,
 ) -> list[RecomputedPass]:
@@ -168,7 +171,7 @@ def recompute(
     for number, micro in enumerate(plan.micros):
         keep = kept_rows(micro, settings)
         replay = recorded_routes(micro, settings)
-        with forward(policy, micro, settings.temperature, world.device, replay, watch, keep) as out:
+        with forward(policy, micro, settings.temperature, replay, watch, keep) as out:
             base = statistics.add(policy, out, reference_at(references, number))
             routing = policy.routing
             if watch:
@@ -176,8 +179,7 @@ def recompute(
             if head is not None:
                 base = replace(base, values=values_of(out.hidden, head))
             if keep is not None:
-                features = Features(*(part.cpu() for part in routing.kept()))
-                base = replace(base, features=features)
+                base = replace(base, features=Features.on_host(*routing.kept()))
             passes.append(base)
     return passes
 
@@ -190,12 +192,15 @@ def estimate_advantages(
     world: World,
 ) -> Estimates:
     """Advantages and returns from the value head's outputs in ``passes``."""
-    olds = []
-    for number, (micro, base) in enumerate(zip(plan.micros, passes, strict=True)):
+    found: list[Tensor] = []
+    for number, base in enumerate(passes):
         assert base.values is not None, "recompute runs the value head for these settings"
         reference = reference_at(references, number)
-        reference = None if reference is None else reference.cpu()
-        olds.append(RolloutValues(micro, base.values.cpu(), base.logp.cpu(), reference))
+        kept = [base.values, base.logp, *([] if reference is None else [reference])]
+        found.append(torch.stack(kept))
+    # One copy, so that the host waits once.
+    parts = torch.cat(found, dim=1).cpu().split([part.shape[1] for part in found], dim=1)
+    olds = [RolloutValues(micro, *part) for micro, part in zip(plan.micros, parts, strict=True)]
     return estimate(olds, settings, world)
 
 

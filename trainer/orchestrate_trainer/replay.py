@@ -1,7 +1,8 @@
 """Routing replay: the routers of a model execute recorded experts in place of their own choice.
 
-Replay replaces the ``forward`` of the router modules and nothing else; experts, attention and
-layers remain the code of transformers. Routers compute in float32 or wider.
+Replay replaces the ``forward`` of the router modules; layers remain the code of transformers.
+Routers compute in float32 or wider. Their weights have the dtype of the hidden states that they are
+multiplied with, as in transformers.
 
 The choice is made in a micro-batch's first forward and kept until the next micro-batch starts. The
 forward that activation checkpointing runs again during backward therefore uses the same experts,
@@ -19,7 +20,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .data import on_device
+from .experts import ExpertOrder
 from .routers import FAMILIES, RouterSpec, UnknownRouterError, log_router_probs, spec_of
 
 __all__ = ["Routing"]
@@ -38,19 +39,26 @@ class _Router:
 
     def start(
         self,
-        recorded: tuple[Tensor, Tensor] | None = None,
+        recorded: tuple[Tensor, Tensor | None] | None = None,
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
         compare: bool = False,
     ) -> None:
         """Starts a micro-batch. ``recorded`` holds this layer's experts ``[T, K]`` and the
-        placeholder rows among them, int64; the others are those of :meth:`Routing.micro_batch`."""
+        placeholder rows among them, if any; the others are those of :meth:`Routing.micro_batch`."""
         self.recorded, self.watch, self.keep = recorded, watch, keep
         self.compare = compare
         self.kept: tuple[Tensor, Tensor] | None = None
         self.own: Tensor | None = None
         self.chosen: Tensor | None = None
         self.log_probs: Tensor | None = None
+        self._order: ExpertOrder | None = None
+
+    def order(self, experts: int) -> ExpertOrder:
+        """The order of the chosen ones of ``experts`` experts, sorted once per micro-batch."""
+        if self._order is None:
+            self._order = ExpertOrder.of(_require(self.chosen), experts)
+        return self._order
 
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module = self.module
@@ -66,7 +74,7 @@ class _Router:
                 with torch.no_grad():
                     self.kept = hidden[self.keep], logits[self.keep]
         chosen = _require(self.chosen)
-        return logits, self.spec.weights(logits, chosen), chosen
+        return logits, self.spec.weights(logits, chosen).to(hidden.dtype), chosen
 
     def _choose(self, logits: Tensor) -> None:
         correction = getattr(self.module, "e_score_correction_bias", None)
@@ -77,7 +85,7 @@ class _Router:
         else:
             rows, placeholders = self.recorded
             self.chosen = chosen = rows.to(torch.int64, copy=True)
-            if len(placeholders):
+            if placeholders is not None and len(placeholders):
                 # Activation checkpointing runs without this part, so nothing may be saved here.
                 free = logits.detach()[placeholders]
                 chosen[placeholders] = self.spec.select(free, correction)
@@ -101,6 +109,9 @@ class Routing:
             if spec is not None:
                 router = _Router(module, spec, _layer_number(name))
                 module.forward = router
+                # The experts are another part of the router's parent.
+                experts: Any = model.get_submodule(f"{name.rpartition('.')[0]}.experts")
+                experts.replayed_router = router
                 self._routers.append(router)
         self._routers.sort(key=lambda router: router.layer)
         specs = {router.spec for router in self._routers}
@@ -117,16 +128,16 @@ class Routing:
     def micro_batch(
         self,
         rows: Tensor | None = None,
-        valid: Tensor | None = None,
+        placeholders: Tensor | None = None,
         watch: Tensor | bool = False,
         keep: Tensor | None = None,
         compare: bool = False,
     ) -> Iterator[None]:
         """Context for the forward and backward passes of one micro-batch of ``T`` tokens.
 
-        ``rows`` ``[T, L, K]`` are recorded experts. They are executed where ``valid`` bool ``[T]``
-        is set; elsewhere, or if ``rows`` is ``None``, the routers choose. If ``rows`` are on a GPU,
-        ``valid`` should be on the CPU, so that the host need not wait to count placeholders.
+        ``rows`` ``[T, L, K]`` are recorded experts, in any integer dtype. They are executed, except
+        in the rows ``placeholders`` int64 ``[P]``, where the routers choose, as they do for all
+        tokens if ``rows`` is ``None``.
 
         ``watch`` records log-probs of the routers for :meth:`watched`: those of the executed
         experts if ``True``, or those of the experts in a tensor ``[T, L, K]``.
@@ -137,12 +148,9 @@ class Routing:
         ``compare`` has the routers choose for every token even if recorded experts are executed,
         for :meth:`own`.
         """
-        placeholders = None
-        if rows is not None and valid is not None:
-            placeholders = on_device((~valid).nonzero().squeeze(-1), rows.device)
         for place, router in enumerate(self._routers):
             router.start(
-                None if rows is None or placeholders is None else (rows[:, place], placeholders),
+                None if rows is None else (rows[:, place], placeholders),
                 watch if isinstance(watch, bool) else watch[:, place],
                 keep,
                 compare,

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .batch import Batch
+from .counts import read_sums
 from .learner import Learner
 from .objective import Objective
 from .passes import StepError
@@ -55,14 +56,14 @@ def apply(
         without_replay = measure_without_replay(policy, plan, settings, world)
     references = None
     if settings.kl_coefficient > 0:
-        references = reference_logprobs(reference(), plan, settings, world)
+        references = reference_logprobs(reference(), plan, settings)
 
     statistics = RecomputeStatistics(policy, settings, world.device)
     passes = estimates = None
     # A single mini step's own forward pass is at the rollout weights, so no other is needed. A
     # value head's advantages must be known before it.
     if len(plan.mini_steps) > 1 or settings.values:
-        passes = recompute(learner, plan, settings, world, references, statistics)
+        passes = recompute(learner, plan, settings, references, statistics)
         if settings.values:
             estimates = estimate_advantages(plan, passes, references, settings, world)
 
@@ -97,6 +98,11 @@ def _metrics(
     """The protocol's ``StepMetrics``, over all processes, without ``seconds``."""
     settings, world, plan = updater.settings, updater.world, updater.plan
     statistics, estimates = updater.statistics, updater.estimates
+    free = without_replay
+    # The host waits for the device here, and once per mini step.
+    read_sums(
+        statistics, updater.objective, *([] if free is None else [free.mismatch, free.disagreement])
+    )
     drift = sum((result.drift for result in done), RouteDrift())
     replays = settings.replays_rollout
     at_rollout = torch.stack([statistics.entropy, statistics.divergence]).tolist()
@@ -138,8 +144,8 @@ def _metrics(
         "tokens": plan.tokens,
     }
     if without_replay is not None:
-        metrics["mismatch_no_replay"] = without_replay.mismatch
-        metrics["disagreement"] = without_replay.disagreement
+        metrics["mismatch_no_replay"] = without_replay.mismatch.finish(world)[0]
+        metrics["disagreement"] = without_replay.disagreement.finish(world)
     if not replays:
         metrics["disagreement"] = statistics.disagreement.finish(world)
         if settings.measure_no_replay:

@@ -142,6 +142,10 @@ class CheckpointStore:
         weights, moments = get_state_dict(policy, optimizer)
         held: dict[str, Any] = {"model": weights, "optimizer": moments}
         state_dict_loader.load(held, checkpoint_id=state, process_group=self._world.control)
+        own = optimizer.param_groups[0]
+        for group in held["optimizer"]["param_groups"]:
+            # The kernel of this device, not that of the device that wrote the checkpoint.
+            group.update({name: own[name] for name in ("foreach", "fused") if name in own})
         set_state_dict(
             policy,
             optimizer,

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from .data import MicroBatch, on_device
 from .learner import Learner
@@ -92,15 +93,17 @@ class Updater:
         sums = torch.zeros(4, dtype=torch.float64, device=world.device)
         for place, micro in enumerate(mini_step.micros, start=mini_step.first):
             sums += self._backward(mini_step, place, micro)
+        router_norm = _gradient_norm(learner.policy.routing.parameters())
+        parameters = list(learner.policy.parameters())
+        norm = _whole(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
+        scalars = [*sums, router_norm, norm, learner.updates()]
         # The host waits for the device here, and not between micro-batches.
-        loss, predictor_loss, *drift = sums.tolist()
+        read = torch.stack([on_device(scalar, world.device).double() for scalar in scalars])
+        loss, predictor_loss, moved_routes, compared, routers, norm, made = read.tolist()
         loss, predictor_loss = world.sum([loss, predictor_loss])
         _require_finite(loss, "the loss", mini_step.number, moved)
-        routers = _gradient_norm(learner.policy.routing.parameters())
-        parameters = list(learner.policy.parameters())
-        norm = _scalar(torch.nn.utils.clip_grad_norm_(parameters, settings.max_grad_norm))
         _require_finite(norm, "the gradient", mini_step.number, moved)
-        rate = learner.next_rate(settings)
+        rate = settings.rate(int(made) + 1)
         # Without loss tokens there is no gradient, and momentum alone must not move the weights.
         moves = mini_step.totals.loss_tokens > 0
         predictor_mean = None
@@ -110,7 +113,8 @@ class Updater:
             self._update_weights(rate)
         learner.optimizer.zero_grad(set_to_none=True)
         learner.heads.clear_gradients()
-        return MiniStepResult(loss, norm, routers, rate, moves, predictor_mean, RouteDrift(*drift))
+        drift = RouteDrift(moved_routes, compared)
+        return MiniStepResult(loss, norm, routers, rate, moves, predictor_mean, drift)
 
     def _backward(self, mini_step: MiniStep, place: int, micro: MicroBatch) -> Tensor:
         """Adds the gradients of micro-batch ``place`` of the step.
@@ -120,9 +124,11 @@ class Updater:
         """
         settings, world, policy = self.settings, self.world, self.learner.policy
         base = None if self.passes is None else self.passes[place]
-        replay = recorded_routes(micro, settings)
-        if base is not None and settings.routing_replay != "none":
-            replay = (base.executed, torch.ones(len(base.executed), dtype=torch.bool))
+        replay: tuple[Tensor, Tensor | None] | None
+        if base is None:
+            replay = recorded_routes(micro, settings)
+        else:
+            replay = None if settings.routing_replay == "none" else (base.executed, None)
         # In the first mini step the routers' log-probs are those at the rollout weights.
         shifted = mini_step.number > 0 and base is not None and base.router_logprobs is not None
         watch = base.executed if base is not None and shifted else False
@@ -132,24 +138,22 @@ class Updater:
         drifts = is_last and replay is not None
         predictor_loss = torch.zeros(1, dtype=torch.float64, device=world.device)
         drift = predictor_loss.new_zeros(2)
-        with forward(
-            policy, micro, settings.temperature, world.device, replay, watch, keep, drifts
-        ) as out:
+        with forward(policy, micro, settings.temperature, replay, watch, keep, drifts) as out:
             if base is None:
                 self.statistics.add(policy, out, reference)
             if drifts and replay is not None:
-                drift = _route_drift(policy, out.micro, replay)
+                drift = _route_drift(policy, micro, replay[0])
             if keep is not None and base is not None and base.features is not None:
                 weights = self.learner.heads.predictor().weights
                 logits = policy.routing.kept()[1]
                 predictor_loss = accumulate_gradient(base.features, logits, weights).view(1)
             loss = self.objective.loss(
-                out.micro,
+                micro,
                 out.logp,
                 out.logp.detach() if base is None else base.logp,
                 mini_step.totals,
                 reference,
-                _shift(policy, out.micro, base) if base is not None and shifted else None,
+                _shift(policy, micro, base) if base is not None and shifted else None,
                 self._critic(place, out),
             )
             # Gradients are averaged over the processes, but the loss is a sum over them.
@@ -199,14 +203,13 @@ def _shift(policy: Policy, micro: MicroBatch, base: RecomputedPass) -> Shift:
     return Shift(new, base.router_logprobs.to(new))
 
 
-def _route_drift(policy: Policy, micro: MicroBatch, replay: tuple[Tensor, Tensor]) -> Tensor:
+def _route_drift(policy: Policy, micro: MicroBatch, executed: Tensor) -> Tensor:
     """Compares the routers' own choice with the replayed experts: (token, layer) pairs that moved,
-    and all pairs, float64 ``[2]``. ``micro`` is on the device."""
+    and all pairs, float64 ``[2]``."""
     own = policy.routing.own()
-    rows, valid = (on_device(part, own.device) for part in replay)
     # No loss depends on the experts of a sequence's last token.
-    counted = (valid & micro.inner).double()
-    moved = (differing(rows.to(torch.int16), own) > 0).double()
+    counted = micro.inner.double()
+    moved = (differing(executed.to(torch.int16), own) > 0).double()
     return torch.stack([(counted @ moved).sum(), counted.sum() * moved.shape[1]])
 
 
@@ -215,11 +218,12 @@ def _require_finite(value: float, what: str, number: int, moved: bool) -> None:
         raise StepError(f"{what} of mini step {number + 1} is not finite", moved)
 
 
-def _gradient_norm(parameters: list[torch.nn.Parameter]) -> float:
+def _gradient_norm(parameters: list[torch.nn.Parameter]) -> Tensor:
     """Global L2 norm of the parameters' gradients."""
     gradients = [p.grad for p in parameters if p.grad is not None]
-    return _scalar(torch.nn.utils.get_total_norm(gradients))
+    return _whole(torch.nn.utils.get_total_norm(gradients))
 
 
-def _scalar(norm: Tensor) -> float:
-    return float(norm.full_tensor() if hasattr(norm, "full_tensor") else norm)
+def _whole(norm: Tensor) -> Tensor:
+    """A norm over all processes."""
+    return norm.full_tensor() if isinstance(norm, DTensor) else norm

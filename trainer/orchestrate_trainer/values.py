@@ -9,8 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
 from .advantages import gae, value_terms
-from .corrections import Tokens
-from .data import MicroBatch
+from .data import MicroBatch, on_device
 from .losses import kl_penalty
 from .settings import Hyperparameters
 from .world import World
@@ -29,7 +28,7 @@ def values_of(hidden: Tensor, head: Tensor) -> Tensor:
 
 @dataclass(frozen=True)
 class RolloutValues:
-    """One micro-batch at the rollout weights, on the CPU; tensors are ``[n]``."""
+    """One micro-batch at the rollout weights; its tensors ``[n]`` are on the CPU."""
 
     micro: MicroBatch
     #: Outputs of the value head.
@@ -52,7 +51,7 @@ class Returns:
 
     def to(self, device: torch.device) -> Returns:
         """The same with its tensors on ``device``."""
-        return Returns(*(part.to(device) for part in vars(self).values()))
+        return Returns(*(on_device(part, device) for part in vars(self).values()))
 
     def loss(self, values: Tensor, clip: float, loss_tokens: int) -> Tensor:
         """The micro-batch's part of the value loss of a mini step with ``loss_tokens`` tokens."""
@@ -107,12 +106,12 @@ def _returns(old: RolloutValues, settings: Hyperparameters) -> Returns:
     if not micro.live:
         zeros = torch.zeros(len(old.values), dtype=torch.float64)
         return Returns(zeros, zeros, old.values)
-    tokens = Tokens(micro.owner, len(micro.sequences))
-    counts = tokens.counts.tolist()
-    rewards = torch.zeros(len(micro.owner), dtype=torch.float64)
+    scored = [sequence for sequence in micro.sequences if len(sequence.scored)]
+    counts = [len(sequence.scored) for sequence in scored]
+    rewards = torch.zeros(sum(counts), dtype=torch.float64)
     # A sequence's reward is given to its last loss token.
-    last = tokens.counts.cumsum(0)[tokens.present] - 1
-    rewards[last] = micro.rewards.double()[tokens.present]
+    last = torch.tensor(counts).cumsum(0) - 1
+    rewards[last] = torch.tensor([sequence.reward for sequence in scored]).double()
     if settings.kl_in_reward and old.reference is not None:
         penalty = kl_penalty(old.logp.double(), old.reference.double(), "k1")
         rewards -= settings.kl_coefficient * penalty
@@ -120,7 +119,7 @@ def _returns(old: RolloutValues, settings: Hyperparameters) -> Returns:
     def padded(row: Tensor) -> Tensor:
         return pad_sequence(list(row.double().split(counts)), batch_first=True)
 
-    mask = padded(torch.ones(len(micro.owner)))
+    mask = padded(torch.ones(len(rewards)))
     found = gae(padded(rewards), padded(old.values), mask, settings.gae_gamma, settings.gae_lambda)
     advantages, returns = (values[mask > 0] for values in found)
     return Returns(advantages, returns, old.values)

@@ -20,8 +20,8 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 FOLDERS = ["u8", "u8_shared", "u16", "u16_shared"]
-#: Kernels that compute a model's experts: one expert after the other, and transformers' default.
-KERNELS = ["eager", "grouped_mm"]
+#: Kernels that compute a model's experts: one expert after the other, and the default.
+KERNELS = ["eager", "packed"]
 #: Texts by which a skip's reason shows what is missing, by the name in ``ORCHESTRATE_REQUIRE``.
 MISSING = {
     "python": ("is not installed", "could not import"),

@@ -64,6 +64,38 @@ def test_benchmark_reports_every_arm(tmp_path: Path, sampler: str) -> None:
     assert "torch " in lines[0] and any(line.startswith("Replay changes") for line in lines)
 
 
+def test_a_step_of_the_benchmark_waits_for_the_device_once_per_mini_step() -> None:
+    arguments = [str(part) for pair in SHAPE.items() for part in pair]
+    command = [sys.executable, "-m", "orchestrate_trainer.bench", *arguments]
+    for kernel, status in (("packed", 0), ("eager", 1)):
+        done = subprocess.run(
+            [*command, "--check-sync", "--kernel", kernel],
+            capture_output=True,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+        )
+        assert done.returncode == status, done.stderr
+        count = int(done.stdout.split()[0])
+        assert count == 3 if kernel == "packed" else count > 4, done.stdout
+
+
+def test_a_step_is_the_same_on_the_same_device() -> None:
+    """Deterministic to the bit; ``--check-devices`` compares two kinds of device."""
+    script = (
+        "import sys; from orchestrate_trainer import bench;"
+        "print(bench.compare_devices(bench.parser().parse_args(sys.argv[1:]), ('cpu', 'cpu')))"
+    )
+    arguments = [str(part) for pair in SHAPE.items() for part in pair]
+    done = subprocess.run(
+        [sys.executable, "-c", script, *arguments],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    assert "{'weights': 0.0, 'loss': 0.0, 'grad_norm': 0.0}" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("arguments", "problem"),
     [

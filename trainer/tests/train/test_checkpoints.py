@@ -64,6 +64,29 @@ def update(trainer: Trainer, manifest: Path, name: str, **changed: Any) -> Posit
     return trainer.position
 
 
+def test_checkpoint_continues_with_the_optimizer_kernel_of_its_device(
+    folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    """A checkpoint of a GPU, whose kernel is fused, is restored on a CPU, and the reverse."""
+    store = CheckpointStore(tmp_path / "ckpt", world)
+    trainer = Trainer.open(folders["qwen3_moe"], store, OPTIONS, world)
+    manifest = write_batch(tmp_path / "batch", trainer.policy.shape, (9, 12, 6))
+    usual = trainer.learner.optimizer
+    fused = torch.optim.AdamW(trainer.policy.parameters(), lr=0.0, fused=True)
+    for version, (before, after) in enumerate([(fused, usual), (usual, fused)], start=1):
+        trainer.learner.optimizer = before
+        update(trainer, manifest, f"s{version}")
+        held = moments_of(trainer)
+        trainer.learner.optimizer = after
+        store.restore(trainer.learner, version)
+        (group,) = after.param_groups
+        assert bool(group["fused"]) == (after is fused) and bool(group["foreach"]) == (
+            after is usual
+        )
+        assert all(map(torch.equal, moments_of(trainer), held))
+        assert int(trainer.learner.updates()) == 2 * version
+
+
 @pytest.mark.parametrize("family", list(TINY))
 def test_export_has_the_layout_of_the_starting_model(
     family: str, folders: dict[str, Path], world: Any, tmp_path: Path

@@ -63,6 +63,19 @@ def test_the_choice_equals_a_stable_sort_on_the_gpu() -> None:
     assert torch.equal(_top(keys.cuda(), 8).cpu(), wanted)
 
 
+@pytest.mark.parametrize("check", ["--check-sync", "--check-devices"])
+def test_a_step_seldom_waits_and_agrees_with_the_cpu(check: str) -> None:
+    """One wait per mini step and one per step; the same weights in f32."""
+    arguments = [str(part) for pair in SHAPE.items() for part in pair]
+    done = subprocess.run(
+        [sys.executable, "-m", "orchestrate_trainer.bench", *arguments, check],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE)},
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+
+
 @pytest.mark.parametrize("kernel", ["varlen", "flex", "loop"])
 def test_benchmark_runs_with_every_attention_kernel(tmp_path: Path, kernel: str) -> None:
     """The whole trainer in bf16: replay, gradients, optimizer and metrics."""

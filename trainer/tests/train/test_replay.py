@@ -1,7 +1,7 @@
 """Routing replay in models of every router family, with both expert kernels.
 
-``eager`` runs one expert after the other. ``grouped_mm``, the default of transformers, sorts tokens
-by expert and multiplies them in groups, so it sums in another order.
+``eager`` runs one expert after the other. ``packed``, the default, sorts tokens by expert and
+multiplies them in groups, so it sums in another order.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def replaying(policy: Policy, routes: Any = None) -> Any:
             yield
         return
     rows = torch.as_tensor(routes)
-    with policy.routing.micro_batch(rows, torch.ones(len(rows), dtype=torch.bool)):
+    with policy.routing.micro_batch(rows):
         yield
 
 
@@ -123,12 +123,13 @@ def test_placeholder_rows_use_the_routers_own_choice(policy: Policy) -> None:
     tokens = draw_tokens(LENGTHS)
     routes = torch.as_tensor(draw_routes(len(tokens), len(policy.routing.layers)))
     valid = torch.arange(len(tokens)) % 3 > 0
-    with torch.no_grad(), policy.routing.micro_batch(routes, valid, compare=True):
+    free = (~valid).nonzero().squeeze(-1)
+    with torch.no_grad(), policy.routing.micro_batch(routes, free, compare=True):
         run(policy, tokens)
         executed, own = policy.routing.executed(), policy.routing.own()
     assert torch.equal(executed[valid], routes[valid])
     assert torch.equal(executed[~valid].short(), own[~valid])
-    with torch.no_grad(), policy.routing.micro_batch(routes, valid):
+    with torch.no_grad(), policy.routing.micro_batch(routes, free):
         run(policy, tokens)
         assert torch.equal(policy.routing.executed(), executed)
         with pytest.raises(RuntimeError, match="did not record"):
