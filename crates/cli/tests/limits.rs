@@ -83,7 +83,7 @@ fn truncated_sampling_and_absurd_numbers_are_refused_for_training() {
         ("algorithm.learning_rate=1e39", "must be from 0 to 100"),
         ("rollout.episode_timeout=9223372036854775807", "at most ten years"),
         ("rollout.episode_timeout=90000h", "at most ten years"),
-        ("rollout.group_size=99999999999999999999", "must be from 1 to 4294967295"),
+        ("rollout.group_size=99999999999999999999", "must be from 1 to 65535"),
     ] {
         let (code, error) = run(&["config", "check", "--set", set]);
         assert_eq!(code, Some(3), "{set}: {error}");

@@ -140,10 +140,14 @@ mod tests {
         let seen = lag.take();
         assert!(seen.max >= Duration::from_millis(40), "{seen:?}");
         let observed = observed.lock().unwrap();
-        let (due, longest) = observed.iter().max_by_key(|(_, delay)| *delay).unwrap();
-        assert_eq!((observed.len() as u64, *longest), (seen.samples, seen.max));
-        let due = due.into_std();
-        assert!(due + *longest >= blocked + Duration::from_millis(60), "{observed:?}");
+        let longest = observed.iter().map(|(_, delay)| *delay).max();
+        assert_eq!((observed.len() as u64, longest), (seen.samples, Some(seen.max)));
+        // Of the timers that were late, on a busy machine perhaps others for longer, one was due in the loop.
+        let freed = blocked + Duration::from_millis(60);
+        let was_blocked = |(due, delay): &(Instant, Duration)| {
+            *delay >= Duration::from_millis(40) && due.into_std() + *delay >= freed
+        };
+        assert!(observed.iter().any(was_blocked), "{observed:?}");
         assert_eq!(lag.take(), LagSummary::default());
     }
 }
