@@ -64,30 +64,30 @@ pub fn rounded_integer(json: &str) -> Option<&str> {
 /// a parser in Rust would read the float -0.0, which is written `-0.0`. No byte moves. All other text stays as it
 /// is, valid JSON or not.
 pub fn whole_zeros(text: &[u8]) -> Cow<'_, [u8]> {
-    if !text.windows(2).any(|pair| pair == b"-0") {
-        return Cow::Borrowed(text);
-    }
-    let (mut is_string, mut is_escaped) = (false, false);
-    let mut found: Option<Vec<u8>> = None;
-    let mut before = b' ';
-    for (at, &byte) in text.iter().enumerate() {
-        let [next, after] = [1, 2].map(|ahead| text.get(at + ahead).copied().unwrap_or(b' '));
-        let is_zero = byte == b'-' && next == b'0';
+    let byte = |at: Option<usize>| at.and_then(|at| text.get(at)).copied().unwrap_or(b' ');
+    // Rows have many dates, whose `-0` follows a digit.
+    let stands_alone = |at: &usize| {
+        let (before, after) = (byte(at.checked_sub(1)), byte(Some(at + 2)));
         let starts = before.is_ascii_whitespace() || b"[{,:".contains(&before);
-        let ends = !after.is_ascii_digit() && !b".eE".contains(&after);
-        if is_string {
-            is_string = byte != b'"' || is_escaped;
-            is_escaped = byte == b'\\' && !is_escaped;
-        } else if byte == b'"' {
-            is_string = true;
-        } else if is_zero
-            && starts
-            && ends
-            && let Some(sign) = found.get_or_insert_with(|| text.to_vec()).get_mut(at)
+        starts && !after.is_ascii_digit() && !b".eE".contains(&after)
+    };
+    let mut found: Option<Vec<u8>> = None;
+    let (mut is_string, mut read) = (false, 0);
+    for at in memchr::memmem::find_iter(text, b"-0").filter(stands_alone) {
+        while let Some(mark) = text
+            .get(read..at)
+            .and_then(|part| memchr::memchr2(b'"', b'\\', part))
+            .map(|found| read + found)
         {
+            let is_escape = byte(Some(mark)) == b'\\';
+            is_string ^= !is_escape;
+            // What follows a backslash ends no string.
+            read = mark + if is_escape { 2 } else { 1 };
+        }
+        read = read.max(at);
+        if !is_string && let Some(sign) = found.get_or_insert_with(|| text.to_vec()).get_mut(at) {
             *sign = b' ';
         }
-        before = byte;
     }
     found.map_or(Cow::Borrowed(text), Cow::Owned)
 }
