@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .data import on_device
 from .world import World
 
 __all__ = ["DeviceSums", "HalfDecades", "ProbabilityGrid", "count", "load_curve", "read_sums"]
@@ -73,7 +74,7 @@ class HalfDecades(DeviceSums):
 
     def __init__(self, device: torch.device | None = None) -> None:
         """``device`` is that of the sizes, by default the CPU."""
-        self._edges = EDGES.to(device)
+        self._edges = EDGES if device is None else on_device(EDGES, device)
         self._counts = torch.zeros(len(EDGES) + 1, dtype=torch.float64, device=device)
 
     def add(self, values: Tensor, counted: Tensor | None = None) -> None:
@@ -96,7 +97,7 @@ class ProbabilityGrid(DeviceSums):
 
     def __init__(self, device: torch.device | None = None) -> None:
         """``device`` is that of the log-probs, by default the CPU."""
-        self._edges = GRID_EDGES.to(device)
+        self._edges = GRID_EDGES if device is None else on_device(GRID_EDGES, device)
         self._counts = torch.zeros(BINS * BINS, dtype=torch.float64, device=device)
 
     def add(self, sampler: Tensor, trainer: Tensor) -> None:

@@ -1,10 +1,7 @@
 //! Settings that may change when a run resumes: where its servers are, how much runs at the same time, how
 //! long it waits, how long it is, and what it is called. What is sampled and trained stays as it was.
 
-use crate::config::{self, ConfigError, Sections};
 use crate::error::UsageError;
-use camino::Utf8Path;
-use toml::Table;
 
 /// Keys that `--resume --set` accepts, listed in `docs/src/operations.md`.
 pub(crate) const AMENDABLE: &[&str] = &[
@@ -76,61 +73,9 @@ pub(crate) const AMENDABLE: &[&str] = &[
     "diagnostics.on_collapse",
 ];
 
-/// Keys of which a plan has at most one: a change to one removes the others.
-const EXCLUSIVE: &[&[&str]] =
-    &[&["engine.url", "engine.urls", "engine.discover"], &["sandbox.docker_host", "sandbox.hosts"]];
-
 /// The key of an assignment like `run.steps=20`.
 fn key(assignment: &str) -> &str {
     assignment.split_once('=').map_or(assignment, |(key, _)| key).trim()
-}
-
-/// The keys of which `key` may replace the values, itself included.
-fn replaced(key: &str) -> Vec<&str> {
-    let group = EXCLUSIVE.iter().find(|group| group.contains(&key));
-    group.map_or_else(|| vec![key], |group| group.to_vec())
-}
-
-/// The assignments that have an effect: later ones replace earlier ones.
-fn effective(assignments: &[String]) -> Vec<String> {
-    let mut kept: Vec<String> = Vec::new();
-    for assignment in assignments {
-        let replaced = replaced(key(assignment));
-        kept.retain(|earlier| !replaced.contains(&key(earlier)));
-        kept.push(assignment.clone());
-    }
-    kept
-}
-
-/// The plan `text` with changed settings; `name` stands for the plan in messages.
-///
-/// # Errors
-/// All problems of the changed plan.
-pub(crate) fn amended(
-    name: &Utf8Path,
-    text: &str,
-    assignments: &[String],
-) -> Result<Sections, ConfigError> {
-    let assignments = effective(assignments);
-    let exclusive: Vec<&str> = assignments
-        .iter()
-        .map(|assignment| replaced(key(assignment)))
-        .filter(|keys| keys.len() > 1)
-        .flatten()
-        .collect();
-    if exclusive.is_empty() {
-        return config::parse_plan(name.as_str(), text, &assignments);
-    }
-    let mut plan: Table = text.parse().map_err(|error: toml::de::Error| ConfigError::Layer {
-        name: name.to_string(),
-        error: error.to_string(),
-    })?;
-    for (section, key) in exclusive.iter().filter_map(|key| key.split_once('.')) {
-        if let Some(section) = plan.get_mut(section).and_then(|value| value.as_table_mut()) {
-            section.remove(key);
-        }
-    }
-    config::parse_plan(name.as_str(), &plan.to_string(), &assignments)
 }
 
 /// Checks that each new assignment may change a run that has started.
@@ -151,22 +96,6 @@ mod tests {
 
     fn strings(texts: &[&str]) -> Vec<String> {
         texts.iter().map(|&text| text.to_owned()).collect()
-    }
-
-    #[test]
-    fn later_changes_replace_earlier_ones_and_exclusive_keys_each_other() {
-        let all =
-            strings(&["run.steps=3", "engine.url=\"http://a\"", "run.steps=5", "engine.urls=[]"]);
-        assert_eq!(effective(&all), strings(&["run.steps=5", "engine.urls=[]"]));
-    }
-
-    #[test]
-    fn an_address_replaces_the_plans_list_of_addresses() {
-        let plan = "[engine]\nurls = [\"http://a:1\", \"http://b:1\"]\n";
-        let changes = strings(&["engine.url=http://c:1", "run.steps=7"]);
-        let settings = amended("plan.toml".into(), plan, &changes).unwrap().check().unwrap();
-        assert_eq!(settings.engine.url.as_deref(), Some("http://c:1"));
-        assert_eq!((settings.engine.urls.as_deref(), settings.run.steps), (None, 7));
     }
 
     #[test]

@@ -174,6 +174,14 @@ fn without_defaults(schema: &mut Schema) {
     }
 }
 
+/// Keys of which a configuration has one: a later layer's replaces those of earlier ones.
+const ALTERNATIVES: &[&[&str]] =
+    &[&["engine.url", "engine.urls", "engine.discover"], &["sandbox.docker_host", "sandbox.hosts"]];
+
+fn layers() -> Layers {
+    Layers::of::<Sections>().with_alternatives(ALTERNATIVES)
+}
+
 /// Reads and merges all layers of `source`. What a later layer leaves unread of an earlier file is left out,
 /// with a warning.
 ///
@@ -191,8 +199,8 @@ pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
 /// As [`load`], with what was left out.
 fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>), ConfigError> {
     let texts: Vec<_> = source.files.iter().map(|file| (file, read_limited(file))).collect();
-    let layers = |files: &[(&Utf8PathBuf, std::io::Result<String>)], sets: &[String]| {
-        let mut layers = Layers::of::<Sections>();
+    let composed = |files: &[(&Utf8PathBuf, std::io::Result<String>)], sets: &[String]| {
+        let mut layers = layers();
         for (file, text) in files {
             match text {
                 Ok(text) => layers.add_file(file.as_str(), text),
@@ -204,7 +212,7 @@ fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>)
         }
         merged(layers)
     };
-    let mut sections = layers(&texts, &source.sets)?;
+    let mut sections = composed(&texts, &source.sets)?;
     let mut left_out = sections.unread();
     // A file whose own settings leave a key unread has a fault that no later layer excuses.
     left_out.retain(|problem| {
@@ -212,7 +220,7 @@ fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>)
         let is_of = |file: &Utf8PathBuf| origin.starts_with(&format!("{file}:"));
         let Some(place) = texts.iter().rposition(|(file, _)| is_of(file)) else { return false };
         let until_there = texts.get(..=place).unwrap_or_default();
-        layers(until_there, &[])
+        composed(until_there, &[])
             .is_ok_and(|earlier| earlier.unread().iter().all(|other| other.key != problem.key))
     });
     for problem in &left_out {
@@ -245,7 +253,7 @@ pub(crate) fn parse_plan(
     text: &str,
     assignments: &[String],
 ) -> Result<Sections, ConfigError> {
-    let mut layers = Layers::of::<Sections>();
+    let mut layers = layers();
     layers.add_file(name, text);
     for assignment in assignments {
         layers.add_assignment(assignment);
@@ -675,6 +683,26 @@ mod tests {
         // A later layer may make read again what an earlier one left unread.
         let again = composed(&[&base, &agent], &["rollout.scaffold=tools"]);
         assert_eq!((again.0.len(), again.2), (0, 0));
+    }
+
+    #[test]
+    fn an_address_of_a_later_layer_replaces_those_of_earlier_ones() {
+        let plan = "[engine]\nurls = [\"http://a:1\", \"http://b:1\"]\n[run]\nsteps = 3\n";
+        for (sets, expected) in [
+            (&["engine.url=http://c:1", "run.steps=7"][..], [Some("http://c:1"), None]),
+            (&["engine.discover=http://d:1"], [None, Some("http://d:1")]),
+            (&["engine.url=http://c:1", "engine.discover=http://d:1"], [None, Some("http://d:1")]),
+        ] {
+            let sets: Vec<String> = sets.iter().map(|&set| set.to_owned()).collect();
+            let sections = parse_plan("plan.toml", plan, &sets).unwrap();
+            let engine = &sections.engine;
+            assert_eq!([engine.url.as_deref(), engine.discover.as_deref()], expected);
+            assert_eq!(engine.urls, None);
+            assert_eq!(sections.origins.of("engine.urls"), None);
+        }
+        let both = "[engine]\nurl = \"http://a:1\"\ndiscover = \"http://b:1\"\n";
+        let error = parse_layer("plan.toml", both).unwrap().check().unwrap_err().to_string();
+        assert!(error.contains("must be the only one"), "{error}");
     }
 
     #[test]

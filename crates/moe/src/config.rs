@@ -92,6 +92,12 @@ pub struct ModelConfig {
     /// Whether attention projections have biases; must be `false`.
     #[serde(default)]
     pub attention_bias: bool,
+    /// Whether attention is limited to a window; must be `false`.
+    #[serde(default, skip_serializing_if = "is_false")]
+    pub use_sliding_window: bool,
+    /// How RoPE is scaled; must be absent or of the type `default`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_scaling: Option<RopeScaling>,
     /// Activation function; must be `silu`.
     #[serde(default = "silu")]
     pub hidden_act: String,
@@ -105,6 +111,22 @@ pub struct ModelConfig {
 pub struct RopeParameters {
     /// RoPE base (θ).
     pub rope_theta: f64,
+    /// How it is scaled; must be absent or `default`.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub rope_type: Option<String>,
+}
+
+/// The `rope_scaling` object of older configs.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct RopeScaling {
+    /// Its type; must be `default`.
+    #[serde(alias = "type")]
+    pub rope_type: String,
+}
+
+#[expect(clippy::trivially_copy_pass_by_ref, reason = "serde passes a reference")]
+fn is_false(value: &bool) -> bool {
+    !value
 }
 
 fn architectures() -> Vec<String> {
@@ -152,6 +174,16 @@ impl ModelConfig {
         }
         if self.attention_bias || self.hidden_act != "silu" {
             return invalid("attention_bias and activations other than silu are not supported");
+        }
+        let scalings = [
+            self.rope_scaling.as_ref().map(|scaling| &scaling.rope_type),
+            self.rope_parameters.as_ref().and_then(|parameters| parameters.rope_type.as_ref()),
+        ];
+        if let Some(kind) = scalings.into_iter().flatten().find(|kind| *kind != "default") {
+            return invalid(&format!("RoPE scaling of the type `{kind}` is not supported"));
+        }
+        if self.use_sliding_window {
+            return invalid("attention in a sliding window is not supported");
         }
         self.check_sizes(path)?;
         if self.num_experts_per_tok == 0 || self.num_experts_per_tok > self.num_experts {

@@ -41,7 +41,12 @@ pub(crate) struct Codec {
 }
 
 impl Codec {
-    pub(crate) fn new(tokenizer: Tokenizer) -> Self {
+    pub(crate) fn new(mut tokenizer: Tokenizer) -> Self {
+        // A file keeps the limits of the last program that used it; they are not part of the model.
+        if tokenizer.get_truncation().is_some() && tokenizer.with_truncation(None).is_err() {
+            tracing::warn!("the tokenizer shortens texts, and cannot be told not to");
+        }
+        tokenizer.with_padding(None);
         let ids = tokenizer.encode_fast(PROBE, false).map(|probe| probe.get_ids().to_vec());
         let ids = ids.unwrap_or_default();
         let fast_encoder = FastEncoder::new(&tokenizer)

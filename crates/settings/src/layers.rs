@@ -56,6 +56,7 @@ pub struct Layers {
     merged: Table,
     origins: Origins,
     problems: Vec<ConfigProblem>,
+    alternatives: &'static [&'static [&'static str]],
 }
 
 /// Syntax errors of one layer that are reported; more follow from the first ones.
@@ -71,7 +72,15 @@ impl Layers {
             merged: Table::new(),
             origins: Origins::default(),
             problems: Vec::new(),
+            alternatives: &[],
         }
+    }
+
+    /// Names groups of keys, e.g. `engine.url` and `engine.urls`, of which a configuration has one: a layer that sets
+    /// one replaces the others of earlier layers.
+    #[must_use]
+    pub fn with_alternatives(self, alternatives: &'static [&'static [&'static str]]) -> Self {
+        Self { alternatives, ..self }
     }
 
     /// Adds a file, which is called `name` in messages.
@@ -151,7 +160,15 @@ impl Layers {
             problems.push((text.len(), problem));
         }
         self.problems.extend(problems.into_iter().map(|(_, problem)| problem));
-        for (path, place) in reader.origins {
+        let origins = reader.origins;
+        for group in self.alternatives {
+            let (set, other): (Vec<&str>, Vec<&str>) =
+                group.iter().partition(|key| is_set(&fitting, key));
+            if !set.is_empty() {
+                other.into_iter().for_each(|key| self.remove(key));
+            }
+        }
+        for (path, place) in origins {
             let inside = format!("{path}[");
             self.origins.0.retain(|known, _| !known.starts_with(&inside));
             self.origins.0.insert(path, place);
@@ -159,10 +176,30 @@ impl Layers {
         merge(&mut self.merged, fitting);
     }
 
+    fn remove(&mut self, key: &str) {
+        let table = key
+            .split_once('.')
+            .and_then(|(section, key)| Some((self.merged.get_mut(section)?.as_table_mut()?, key)));
+        if let Some((table, name)) = table {
+            table.remove(name);
+        }
+        let is_inside = |path: &str| {
+            path.strip_prefix(key)
+                .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
+        };
+        self.origins.0.retain(|path, _| !is_inside(path));
+    }
+
     /// The merged values that fit the schema, where they were written, and all problems.
     pub fn finish(self) -> (Table, Origins, Vec<ConfigProblem>) {
         (self.merged, self.origins, self.problems)
     }
+}
+
+fn is_set(table: &Table, key: &str) -> bool {
+    key.split_once('.').is_some_and(|(section, key)| {
+        table.get(section).is_some_and(|section| section.get(key).is_some())
+    })
 }
 
 /// Whether `text` has the form of an assignment, `KEY=VALUE`.

@@ -92,6 +92,8 @@ fn small_model(vocabulary: usize) -> ModelConfig {
         mlp_only_layers: vec![],
         max_position_embeddings: 1024,
         attention_bias: false,
+        use_sliding_window: false,
+        rope_scaling: None,
         hidden_act: "silu".into(),
         torch_dtype: "bfloat16".into(),
     }

@@ -232,12 +232,14 @@ fn refused(error: AskError) -> SampleError {
     }
 }
 
-/// A tool in the form that chat templates read.
+/// A tool in the form that chat templates read, with its keys in the usual order: many templates write it as JSON.
 fn schema(tool: &gateway::Tool) -> Value {
-    let mut function = json!({"name": tool.name, "parameters": tool.parameters});
-    if let (Some(text), Some(function)) = (&tool.description, function.as_object_mut()) {
-        function.insert("description".to_owned(), Value::from(text.as_str()));
-    }
+    let function = match &tool.description {
+        Some(text) => {
+            json!({"name": tool.name, "description": text, "parameters": tool.parameters})
+        }
+        None => json!({"name": tool.name, "parameters": tool.parameters}),
+    };
     json!({"type": "function", "function": function})
 }
 
