@@ -384,7 +384,8 @@ const PAGE_HEAD: &str = "\
 Settings are read from TOML files (`--config FILE`, more than once if needed) and from assignments
 (`--set rollout.group_size=8`). Later ones win, tables merge, lists replace. Unknown keys are errors,
 and so are keys that nothing reads with the other settings, unless they have their default. What a later
-file or assignment leaves unread of an earlier file is left out with a warning.
+file or assignment leaves unread of an earlier file is left out with a warning. A later `engine.url`,
+`engine.urls` or `engine.discover` replaces the others, and so do `sandbox.docker_host` and `sandbox.hosts`.
 `orchestrate config check` reports every problem, and `orchestrate config show` prints all values
 with where they were set.
 

@@ -363,6 +363,38 @@ mod tests {
     }
 
     #[test]
+    fn models_that_would_be_computed_wrong_are_refused_by_name() {
+        let (_guard, root) = scratch();
+        let yarn = serde_json::json!({"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4});
+        let older = serde_json::json!({"type": "linear", "factor": 4.0});
+        for (key, value, part) in [
+            ("rope_parameters", yarn, "`yarn`"),
+            ("rope_scaling", older, "`linear`"),
+            ("use_sliding_window", true.into(), "sliding window"),
+            ("rms_norm_eps", (-1.0).into(), "rms_norm_eps is -1"),
+        ] {
+            let mut json = serde_json::to_value(config()).unwrap();
+            json[key] = value;
+            fs_err::write(root.join("config.json"), json.to_string()).unwrap();
+            let error = Weights::load(&root).unwrap_err().to_string();
+            assert!(error.contains(part), "{error}");
+        }
+        let mut json = serde_json::to_value(config()).unwrap();
+        json["rope_parameters"] = serde_json::json!({"rope_type": "default", "rope_theta": 1e4});
+        json["rope_scaling"] = serde_json::Value::Null;
+        json["use_sliding_window"] = false.into();
+        fs_err::write(root.join("config.json"), json.to_string()).unwrap();
+        ModelConfig::load(&root).unwrap();
+
+        for value in [f32::NAN, f32::INFINITY] {
+            let (config, mut tensors) = Weights::random(config(), 7).into_parts();
+            *tensors.get_mut("model.norm.weight").unwrap().data.last_mut().unwrap() = value;
+            let error = Weights::from_tensors(config, tensors, &root).unwrap_err().to_string();
+            assert!(error.contains("`model.norm.weight` has values that are infinite"), "{error}");
+        }
+    }
+
+    #[test]
     fn saved_model_loads_back_unchanged() {
         let (_guard, root) = scratch();
         fs_err::write(root.join("tokenizer.json"), "{}").unwrap();

@@ -38,6 +38,7 @@ impl CheckpointError {
 /// Architecture of a Qwen3-MoE model. Field names are those of `config.json`; the newer spellings
 /// (`num_local_experts`, `rope_parameters`, `dtype`) are accepted too.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[expect(clippy::struct_excessive_bools, reason = "the keys of config.json")]
 pub struct ModelConfig {
     /// Model classes of Hugging Face transformers; by default `["Qwen3MoeForCausalLM"]`.
     #[serde(default = "architectures")]
@@ -184,6 +185,9 @@ impl ModelConfig {
         }
         if self.use_sliding_window {
             return invalid("attention in a sliding window is not supported");
+        }
+        if !(self.rms_norm_eps > 0.0 && self.rms_norm_eps.is_finite()) {
+            return invalid(&format!("rms_norm_eps is {}; must be above 0", self.rms_norm_eps));
         }
         self.check_sizes(path)?;
         if self.num_experts_per_tok == 0 || self.num_experts_per_tok > self.num_experts {

@@ -78,7 +78,7 @@ impl Weights {
     /// where the tensors came from; it appears in errors only.
     ///
     /// # Errors
-    /// If a tensor is missing or has another shape, or if an output head that is tied to the
+    /// If a tensor is missing, has another shape or a value that is not finite, or if an output head that is tied to the
     /// embedding differs from it: engines disagree about which of the two to use.
     pub fn from_tensors(
         config: ModelConfig,
@@ -105,6 +105,12 @@ impl Weights {
                     "tensor `{name}` has shape {:?}, but config.json requires {shape:?}",
                     tensor.shape
                 );
+                return Err(CheckpointError::new(path, problem));
+            }
+            // A sampler would give tokens of such a model some probability, and nothing would show that it is broken.
+            if !tensor.data.iter().all(|value| value.is_finite()) {
+                let problem =
+                    format!("tensor `{name}` has values that are infinite or not numbers");
                 return Err(CheckpointError::new(path, problem));
             }
             taken.insert(name, tensor);

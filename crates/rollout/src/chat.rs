@@ -29,7 +29,6 @@ use orchestrate_types::TokenId;
 use std::borrow::Cow;
 use std::num::NonZeroUsize;
 use std::sync::{Arc, Mutex, PoisonError};
-use tokenizers::Tokenizer;
 
 /// Stands for the sampled text while a delta is derived. Templates render it unchanged.
 const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
@@ -239,7 +238,7 @@ impl ChatModel {
     }
 
     fn read(folder: &Utf8Path, mut options: ChatOptions) -> Result<Self, ChatErrorKind> {
-        let tokenizer = Tokenizer::from_bytes(fs_err::read(folder.join("tokenizer.json"))?)
+        let tokenizer = Codec::read(&fs_err::read(folder.join("tokenizer.json"))?)
             .map_err(|source| ChatErrorKind::Malformed { file: "tokenizer.json", source })?;
         let config = json_file(folder, TOKENIZER_CONFIG)?;
         let special = special_tokens(folder, &config)?;

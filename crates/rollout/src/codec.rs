@@ -41,12 +41,7 @@ pub(crate) struct Codec {
 }
 
 impl Codec {
-    pub(crate) fn new(mut tokenizer: Tokenizer) -> Self {
-        // A file keeps the limits of the last program that used it; they are not part of the model.
-        if tokenizer.get_truncation().is_some() && tokenizer.with_truncation(None).is_err() {
-            tracing::warn!("the tokenizer shortens texts, and cannot be told not to");
-        }
-        tokenizer.with_padding(None);
+    pub(crate) fn new(tokenizer: Tokenizer) -> Self {
         let ids = tokenizer.encode_fast(PROBE, false).map(|probe| probe.get_ids().to_vec());
         let ids = ids.unwrap_or_default();
         let fast_encoder = FastEncoder::new(&tokenizer)
@@ -58,6 +53,15 @@ impl Codec {
             tracing::debug!("the tokenizer is not byte-level: encoding and decoding are slower");
         }
         Self { tokenizer, fast_encoder, fast_decoder }
+    }
+
+    /// A tokenizer from the text of its file, without the limits that the last program which used it has left
+    /// there: they are not part of the model.
+    pub(crate) fn read(file: &[u8]) -> tokenizers::Result<Tokenizer> {
+        let mut tokenizer = Tokenizer::from_bytes(file)?;
+        tokenizer.with_truncation(None)?;
+        tokenizer.with_padding(None);
+        Ok(tokenizer)
     }
 
     /// The library's tokenizer, for everything but [`Self::encode`] and [`Self::decode`].

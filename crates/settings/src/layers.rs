@@ -165,7 +165,9 @@ impl Layers {
             let (set, other): (Vec<&str>, Vec<&str>) =
                 group.iter().partition(|key| is_set(&fitting, key));
             if !set.is_empty() {
-                other.into_iter().for_each(|key| self.remove(key));
+                for key in other {
+                    self.remove(key);
+                }
             }
         }
         for (path, place) in origins {

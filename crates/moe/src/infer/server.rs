@@ -105,7 +105,12 @@ fn read_tokenizer(options: &EngineOptions) -> Result<Option<Arc<Tokenizer>>, Eng
     if !path.exists() {
         return Ok(None);
     }
-    let read = Tokenizer::from_file(&path);
+    // A file keeps the limits of the last program that used it; they are not part of the model.
+    let read = Tokenizer::from_file(&path).and_then(|mut tokenizer| {
+        tokenizer.with_truncation(None)?;
+        tokenizer.with_padding(None);
+        Ok(tokenizer)
+    });
     let tokenizer = read.map_err(|source| EngineServeError::Tokenizer { path, source })?;
     Ok(Some(Arc::new(tokenizer)))
 }

@@ -286,3 +286,29 @@ fn said(message: &gateway::Message) -> Said {
     };
     Said { message, reasoning, reply, call_ids }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tools_have_their_keys_in_the_order_of_requests() {
+        let tool = |description: Option<&str>| gateway::Tool {
+            name: "ls".to_owned(),
+            description: description.map(str::to_owned),
+            parameters: json!({"type": "object"}),
+        };
+        for (description, expected) in [
+            (
+                Some("lists"),
+                r#"{"type":"function","function":{"name":"ls","description":"lists","parameters":{"type":"object"}}}"#,
+            ),
+            (
+                None,
+                r#"{"type":"function","function":{"name":"ls","parameters":{"type":"object"}}}"#,
+            ),
+        ] {
+            assert_eq!(schema(&tool(description)).to_string(), expected);
+        }
+    }
+}

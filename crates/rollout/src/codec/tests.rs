@@ -157,6 +157,25 @@ fn sparse_ids_are_decoded_by_the_library() {
 }
 
 #[test]
+fn truncation_and_padding_of_a_file_do_not_apply() {
+    let whole = tokenizer(&Value::Null, &byte_level(true));
+    let mut file: Value = serde_json::from_str(&whole.to_string(false).unwrap()).unwrap();
+    file["truncation"] = json!({
+        "max_length": 4, "strategy": "LongestFirst", "stride": 0, "direction": "Right",
+    });
+    file["padding"] = json!({
+        "strategy": {"Fixed": 4096}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "<|im_start|>",
+    });
+    let limited = Tokenizer::from_bytes(file.to_string()).unwrap();
+    let codecs =
+        [whole, Codec::read(file.to_string().as_bytes()).unwrap(), limited].map(Codec::new);
+    let [whole, read, limited] = codecs.map(|codec| codec.encode(PROBE).unwrap());
+    assert_eq!(read, whole);
+    assert_ne!(limited, whole, "the file has limits");
+}
+
+#[test]
 fn other_tokenizers_are_encoded_by_the_library() {
     let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false,
                           "use_regex": true});
