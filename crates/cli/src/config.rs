@@ -207,9 +207,7 @@ fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>)
                 Err(error) => layers.add_unreadable(file.as_str(), error),
             }
         }
-        for set in sets {
-            layers.add_assignment(set);
-        }
+        layers.add_assignments(sets);
         merged(layers)
     };
     let mut sections = composed(&texts, &source.sets)?;
@@ -684,6 +682,21 @@ mod tests {
         // A later layer may make read again what an earlier one left unread.
         let again = composed(&[&base, &agent], &["rollout.scaffold=tools"]);
         assert_eq!((again.0.len(), again.2), (0, 0));
+    }
+
+    #[test]
+    fn addresses_of_one_layer_do_not_replace_each_other() {
+        let sets = ["engine.url=http://a:1", "engine.discover=http://b:1"];
+        let source = ConfigSource { files: Vec::new(), sets: sets.map(str::to_owned).to_vec() };
+        let error = load(&source).unwrap().check().unwrap_err().to_string();
+        assert!(error.contains("must be the only one"), "{error}");
+        let root = Utf8PathBuf::try_from(orchestrate_e2e::root()).unwrap();
+        let config = root.join("configs/r3-qwen3-30b-a3b-r2e.toml");
+        let source = ConfigSource {
+            files: vec![config],
+            sets: sets[..1].iter().map(|&set| set.to_owned()).collect(),
+        };
+        assert_eq!(load(&source).unwrap().check().unwrap().engine.discover, None);
     }
 
     #[test]

@@ -57,6 +57,8 @@ pub struct Layers {
     origins: Origins,
     problems: Vec<ConfigProblem>,
     alternatives: &'static [&'static [&'static str]],
+    /// Those of them that the newest layer has.
+    newest: Vec<&'static str>,
 }
 
 /// Syntax errors of one layer that are reported; more follow from the first ones.
@@ -73,6 +75,7 @@ impl Layers {
             origins: Origins::default(),
             problems: Vec::new(),
             alternatives: &[],
+            newest: Vec::new(),
         }
     }
 
@@ -85,6 +88,7 @@ impl Layers {
 
     /// Adds a file, which is called `name` in messages.
     pub fn add_file(&mut self, name: &str, text: &str) {
+        self.newest.clear();
         let starts = line_starts(text);
         let place = |span: Range<usize>| {
             let (line, column) = position(text, &starts, span.start);
@@ -103,8 +107,21 @@ impl Layers {
         });
     }
 
-    /// Adds an assignment like `rollout.group_size=8`. A value that is not TOML counts as text.
+    /// Adds an assignment like `rollout.group_size=8`, as a layer of its own. A value that is not TOML counts as text.
     pub fn add_assignment(&mut self, assignment: &str) {
+        self.newest.clear();
+        self.assign(assignment);
+    }
+
+    /// Adds assignments that were made together, as one layer.
+    pub fn add_assignments(&mut self, assignments: &[String]) {
+        self.newest.clear();
+        for assignment in assignments {
+            self.assign(assignment);
+        }
+    }
+
+    fn assign(&mut self, assignment: &str) {
         let place = format!("--set {assignment}");
         match assignment_as_toml(assignment) {
             Some(text) => self.add(&text, &|_| place.clone()),
@@ -162,12 +179,14 @@ impl Layers {
         self.problems.extend(problems.into_iter().map(|(_, problem)| problem));
         let origins = reader.origins;
         for group in self.alternatives {
-            let (set, other): (Vec<&str>, Vec<&str>) =
-                group.iter().partition(|key| is_set(&fitting, key));
-            if !set.is_empty() {
-                for key in other {
-                    self.remove(key);
-                }
+            let set: Vec<&'static str> =
+                group.iter().copied().filter(|key| is_set(&fitting, key)).collect();
+            if set.is_empty() {
+                continue;
+            }
+            self.newest.extend(set);
+            for key in group.iter().filter(|key| !self.newest.contains(key)).collect::<Vec<_>>() {
+                self.remove(key);
             }
         }
         for (path, place) in origins {
