@@ -108,7 +108,8 @@ fn write(path: &Utf8Path, status: &Status) -> std::io::Result<()> {
     Ok(())
 }
 
-/// The status of the process `holder` (`pid N on host H`), if it wrote one that can be read.
+/// The status of the process `holder` (`pid N on host H`), if it wrote one that can be read. It only adds to what
+/// the journal says, so a file that cannot be read is left out: another process may be replacing it, or be of another version.
 pub(crate) fn read(folder: &Utf8Path, holder: &str) -> Option<Status> {
     let path = folder.join(STATUS_FILE);
     // Not a link, a pipe or a device.

@@ -3,7 +3,7 @@
 
 use crate::problem::{Kind, Problem};
 use crate::sampler::{Tool, ToolChoice};
-use orchestrate_types::{mended_json, rounded_integer, whole_zeros};
+use orchestrate_types::{UniqueKeys, mended_json, rounded_integer, whole_zeros};
 use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
@@ -47,6 +47,13 @@ fn parse_rounding<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     })?;
     json.end().map_err(|error| Problem::new(Kind::Invalid, format!("after the body: {error}")))?;
     Ok(parsed)
+}
+
+/// A field with any value, in which no key is repeated: schemas and calls are shown to the model, and no one
+/// can say which of two values the client means. Libraries write no such objects.
+pub(crate) fn unique<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Value>, D::Error> {
+    let value = Option::<UniqueKeys>::deserialize(from)?;
+    Ok(value.map(|UniqueKeys(value)| value))
 }
 
 /// A string or a list.
@@ -124,6 +131,23 @@ pub(crate) fn text_of(
             let texts = texts.map(|(index, part)| part.into_text(&format!("{at}[{index}]")));
             Ok(join(texts.collect::<Result<Vec<_>, _>>()?, separator))
         }
+    }
+}
+
+/// The text of a message of the user or of a system message, which must have a content, as in OpenAI's own
+/// API: a missing one or an empty list is rather a mistake of the client than a wish for an empty message.
+/// Replies may be empty, and so may the results of tools.
+pub(crate) fn text_given(
+    content: Option<TextOr<Part>>,
+    at: &str,
+    separator: &str,
+) -> Result<String, Problem> {
+    match &content {
+        None => Err(Problem::field(at, "this field is required")),
+        Some(TextOr::List(parts)) if parts.is_empty() => {
+            Err(Problem::field(at, "must not be an empty list; an empty text is \"\""))
+        }
+        Some(_) => text_of(content, at, separator),
     }
 }
 
@@ -213,6 +237,35 @@ mod tests {
         assert_eq!(text("{}").unwrap(), text(r#"{"content": null}"#).unwrap());
         let number = "18446744073709551616";
         assert_eq!(text(&format!(r#"{{"content": "{number}"}}"#)).unwrap(), number);
+    }
+
+    #[test]
+    fn a_repeated_key_is_refused_with_the_field_that_has_it() {
+        #[derive(Debug, Deserialize)]
+        struct Tools {
+            tools: Vec<ToolBody>,
+        }
+        #[derive(Debug, Deserialize)]
+        struct ToolBody {
+            #[serde(default, deserialize_with = "unique")]
+            schema: Option<Value>,
+        }
+        let read = |text: &str| parse::<Tools>(text.as_bytes());
+        for (schema, field) in [
+            (r#"{"a": 1, "a": 1}"#, "tools[1].schema"),
+            (r#"{"properties": {"p": {}, "p": {"type": "string"}}}"#, "tools[1].schema"),
+        ] {
+            let text = format!(r#"{{"tools": [{{}}, {{"schema": {schema}}}]}}"#);
+            let problem = read(&text).unwrap_err();
+            let named = problem.field.unwrap_or_default();
+            assert!(named.starts_with(field), "{named}");
+            assert!(problem.message.contains("occurs twice"), "{}", problem.message);
+        }
+        let read =
+            read(r#"{"tools": [{}, {"schema": null}, {"schema": {"a": [{"b": 1}, {"b": 1}]}}]}"#);
+        let schemas = read.unwrap().tools.into_iter().map(|tool| tool.schema);
+        let last = json!({"a": [{"b": 1}, {"b": 1}]});
+        assert_eq!(schemas.collect::<Vec<_>>(), [None, None, Some(last)]);
     }
 
     #[test]

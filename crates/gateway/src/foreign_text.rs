@@ -61,7 +61,11 @@ fn with(template: &str, texts: &[&[u8]]) -> Vec<u8> {
 fn history(dialect: usize, draw: Draw<'_>) -> (Vec<Vec<u8>>, Vec<Message>) {
     let (mut json, mut messages) = (Vec::new(), Vec::new());
     for _ in 0..=draw(3) {
-        let (said, read) = text(draw);
+        let (said, read) = match text(draw) {
+            // Refused in this dialect.
+            (_, read) if dialect == 1 && read.is_empty() => (b"\"hm\"".to_vec(), "hm".to_owned()),
+            said => said,
+        };
         json.push(with(r#"{"role": "user", "content": @}"#, &[&said]));
         messages.push(Message::new(Role::User, read));
         for replies_left in (0..=draw(3)).rev() {
@@ -295,6 +299,36 @@ mod tests {
             let call =
                 request.messages.iter().find_map(|message| message.tool_calls.first()).unwrap();
             assert_eq!(call.parsed(), Some(json!({"half": "\u{fffd}", "b": "x"})));
+        }
+    }
+
+    #[test]
+    fn a_repeated_key_in_the_arguments_of_a_call_is_not_dropped() {
+        let [chat, messages, responses] = bodies().map(|body| filled(&body, b"x", |_| false));
+        for (dialect, body) in [(0, chat), (2, responses)] {
+            let body = String::from_utf8(body).unwrap();
+            let body = body.replace(r#"{\"b\":"#, r#"{\"b\": \"y\", \"b\":"#);
+            let request = read(dialect, body.as_bytes());
+            let call =
+                request.messages.iter().find_map(|message| message.tool_calls.first()).unwrap();
+            assert_eq!((call.arguments.as_str(), call.parsed()), (r#"{"b": "y", "b": "x"}"#, None));
+        }
+        let body = String::from_utf8(messages).unwrap();
+        let body = body.replace(r#""input":{"#, r#""input":{"a":"y","#);
+        let problem = parse(1, body.as_bytes()).unwrap_err();
+        assert_eq!(problem.field.as_deref(), Some("messages[1].content[2].input"));
+        assert!(problem.message.contains("\"a\" occurs twice"), "{}", problem.message);
+    }
+
+    #[test]
+    fn a_repeated_key_in_the_schema_of_a_tool_is_refused_and_named() {
+        let fields =
+            ["tools[0].function.parameters", "tools[0].input_schema", "tools[0].parameters"];
+        for ((dialect, body), field) in bodies().iter().enumerate().zip(fields) {
+            let body = String::from_utf8(filled(body, b"x", |_| false)).unwrap();
+            let body = body.replace(r#""type":"object""#, r#""type":"object","type":"object""#);
+            let problem = parse(dialect, body.as_bytes()).unwrap_err();
+            assert_eq!(problem.field.as_deref(), Some(field));
         }
     }
 

@@ -1,7 +1,7 @@
 //! The internal form of a history, equal for equal histories of every dialect.
 
 use crate::problem::Problem;
-use orchestrate_types::{mended_json, rounded_integer, whole_zeros};
+use orchestrate_types::{exact_json, mended_json};
 use serde_json::Value;
 
 /// Who wrote a message.
@@ -95,13 +95,15 @@ impl ToolCall {
 }
 
 /// The value of a JSON text that a client wrote; text in it that is not Unicode becomes U+FFFD. `None` if it
-/// is not JSON, or has a whole number that would be rounded.
+/// is not JSON, or would lose a repeated key or digits of a number.
+///
+/// Such arguments stay text, as those that are not JSON do, and the request is not refused: a client sends its
+/// history again with every request, so refusing it would end the episode over a call that another model made.
+/// As text they are shown as they were sent, and are equal to the same text alone. The policy's own calls
+/// never have them: a reply in which a call repeats a key has no calls, and comes back as its text.
 pub(crate) fn json_of(text: &str) -> Option<Value> {
-    if rounded_integer(text).is_some() {
-        return None;
-    }
-    let text = whole_zeros(text.as_bytes());
-    serde_json::from_slice(&text).or_else(|_| serde_json::from_slice(&mended_json(&text))).ok()
+    let text = text.as_bytes();
+    exact_json(text).or_else(|_| exact_json(&mended_json(text))).ok()
 }
 
 /// Builds a history from dialects whose assistant messages arrive in several items or blocks.
@@ -253,6 +255,21 @@ mod tests {
         assert_eq!(wide.parsed(), None);
         assert_ne!(wide, other);
         assert_eq!(with("{\"n\": 1}"), with("{ \"n\":1 }"));
+    }
+
+    #[test]
+    fn arguments_with_a_repeated_key_stay_text() {
+        let with = |arguments: &str| ToolCall { arguments: arguments.into(), ..call("{}") };
+        for (text, last) in [
+            (r#"{"a": 1, "a": 2}"#, r#"{"a": 2}"#),
+            (r#"{"a": 1, "\u0061": 1}"#, r#"{"a": 1}"#),
+            (r#"{"b": [{"a": 1, "a": 1}]}"#, r#"{"b": [{"a": 1}]}"#),
+            (r#"{"a": "\ud83d", "a": "x"}"#, r#"{"a": "x"}"#),
+        ] {
+            assert_eq!(with(text).parsed(), None, "{text}");
+            assert_eq!(with(text), with(text));
+            assert_ne!(with(text), with(last));
+        }
     }
 
     #[test]

@@ -133,6 +133,11 @@ mod tests {
         for (value, reason) in [
             (json!({"global_step": 1}), "neither"),
             (json!({"schema_version": 2, "episodes": 1}), "upgrade"),
+            (json!({"schema_version": u64::MAX, "episodes": 1}), "upgrade"),
+            (json!({"schema_version": "1", "episodes": 1}), "`schema_version`"),
+            (json!({"schema_version": null, "episodes": 1}), "`schema_version`"),
+            (json!({"schema_version": 1.5, "episodes": 1}), "`schema_version`"),
+            (json!({"schema_version": -1, "episodes": 1}), "`schema_version`"),
             (json!({"global_step": 1, "policy_version": 1, "episodes": "8"}), "`episodes`"),
             (json!({"policy_version": 1, "episodes": 8}), "global_step"),
             (json!([1]), "neither"),

@@ -102,7 +102,7 @@ pub struct ConfigResult {
     pub best_pass_at_1: Option<Estimate>,
     /// The step of each run's highest Pass@1, by seed.
     pub best_steps: Vec<Option<u32>>,
-    /// The step at which the collapse of each run started, by seed; null = it did not collapse.
+    /// The step at which the collapse of each run started, by seed; null = it did not collapse, or has no steps.
     pub crash_steps: Vec<Option<u32>>,
     /// Final Pass@1 minus that of the first configuration, paired by seed.
     pub against_first: Option<Estimate>,

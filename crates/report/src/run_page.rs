@@ -44,7 +44,10 @@ pub fn run_page(report: &RunReport, lines: &[MetricsLine]) -> String {
 
 fn verdict(report: &RunReport, lines: &[MetricsLine]) -> String {
     let mut out = match &report.collapse {
-        None => "<p class=\"verdict good\">✓ no sign of collapse</p>\n".to_owned(),
+        None => {
+            let (class, mark) = if report.steps() == 0 { ("", "") } else { (" good", "✓ ") };
+            format!("<p class=\"verdict{class}\">{mark}{}</p>\n", report.without_collapse())
+        }
         Some(collapse) => {
             let weights = match collapse.last_good {
                 Some(version) => format!("the weights before are policy version {version}"),
@@ -89,7 +92,7 @@ fn headline(report: &RunReport) -> Vec<Tile> {
     if let Some(gain) = &report.gain {
         tile("Gain", gain_in_points(gain), format!("paired over {} tasks", gain.tasks));
     }
-    let steps = report.steps_applied + report.steps_skipped;
+    let steps = report.steps();
     tile("Steps", steps.to_string(), format!("{} without an update", report.steps_skipped));
     if let Some(kl) = report.kl_train_infer {
         let ratio = report.kl_ratio.map(|r| format!("{r:.2}× without replay"));
@@ -290,6 +293,22 @@ mod tests {
         let page = run_page(&report, &lines());
         assert!(page.contains("collapsed at step 1") && page.contains("policy version 7"));
         assert!(page.contains("class=\"mark\""));
+    }
+
+    #[test]
+    fn a_run_without_steps_is_not_said_to_be_free_of_collapse() {
+        let evaluated = RunReport { steps_applied: 0, steps_skipped: 0, ..report() };
+        let page = run_page(&evaluated, &lines()[..1]);
+        assert!(
+            page.contains(
+                "<p class=\"verdict\">no step has ended, so there is no training to judge"
+            )
+        );
+        assert!(!page.contains("no sign of collapse") && !page.contains('✓'));
+        for (applied, skipped) in [(1, 0), (0, 1)] {
+            let run = RunReport { steps_applied: applied, steps_skipped: skipped, ..report() };
+            assert_eq!(run.without_collapse(), "no sign of collapse");
+        }
     }
 
     #[test]

@@ -203,6 +203,19 @@ impl RunReport {
         })
     }
 
+    /// Global steps that ended.
+    pub fn steps(&self) -> usize {
+        self.steps_applied + self.steps_skipped
+    }
+
+    /// What there is to say about a run in which no collapse was found.
+    pub fn without_collapse(&self) -> &'static str {
+        match self.steps() {
+            0 => "no step has ended, so there is no training to judge",
+            _ => "no sign of collapse",
+        }
+    }
+
     /// The newest evaluation.
     pub fn newest(&self) -> Option<&EvalPoint> {
         self.last.as_ref().or(self.baseline.as_ref())

@@ -8,6 +8,8 @@
 //! The invariant: both ways give the same result. They are compared on a probe text when a
 //! tokenizer is loaded.
 
+mod ids;
+
 use aho_corasick::{AhoCorasick, MatchKind};
 use orchestrate_types::TokenId;
 use regex_automata::meta::Regex;
@@ -57,8 +59,12 @@ impl Codec {
 
     /// A tokenizer from the text of its file, without the limits that the last program which used it has left
     /// there: they are not part of the model.
+    ///
+    /// # Errors
+    /// If the file is malformed, or gives a token or an id twice ([`ids::check`]).
     pub(crate) fn read(file: &[u8]) -> tokenizers::Result<Tokenizer> {
         let mut tokenizer = Tokenizer::from_bytes(file)?;
+        ids::check(file, &tokenizer)?;
         tokenizer.with_truncation(None)?;
         tokenizer.with_padding(None);
         Ok(tokenizer)

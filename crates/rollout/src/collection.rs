@@ -68,7 +68,7 @@ pub(crate) async fn mark(
     let mut ignore_files = sandbox.mark_tree(&mark).await?;
     let Some(tracked) = tracked else { return Ok(CollectionBaseline::default()) };
     let exclude = sandbox.read_files(&[EXCLUDE_FILE.to_owned()], MAX_IGNORE_FILES).await?;
-    ignore_files.extend(exclude.into_iter().filter(|file| !file.is_link()));
+    ignore_files.extend(exclude.into_iter().filter(|file| !file.is_link() && !file.is_special()));
     Ok(CollectionBaseline { ignored: Some(IgnoreRules::new(ignore_files, tracked)) })
 }
 

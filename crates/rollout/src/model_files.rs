@@ -2,7 +2,7 @@
 
 use crate::chat::ChatErrorKind;
 use camino::Utf8Path;
-use orchestrate_types::TokenId;
+use orchestrate_types::{TokenId, UniqueKeys};
 use serde::Deserialize;
 use serde_json::Value;
 use std::collections::BTreeMap;
@@ -35,7 +35,16 @@ pub(crate) fn malformed(
 
 pub(crate) fn json_file(folder: &Utf8Path, name: &'static str) -> Result<Value, ChatErrorKind> {
     let text = fs_err::read_to_string(folder.join(name))?;
-    serde_json::from_str(&text).map_err(|e| malformed(name, e))
+    let UniqueKeys(value) = serde_json::from_str(&text).map_err(|e| malformed(name, e))?;
+    Ok(value)
+}
+
+/// The value of a file that a folder may lack; `null` without one.
+fn optional_json_file(folder: &Utf8Path, name: &'static str) -> Result<Value, ChatErrorKind> {
+    match json_file(folder, name) {
+        Err(ChatErrorKind::Io(error)) if error.kind() == io::ErrorKind::NotFound => Ok(Value::Null),
+        result => result,
+    }
 }
 
 /// The sources of a model's chat templates, as `transformers` finds them: the files
@@ -98,8 +107,7 @@ pub(crate) fn special_tokens(
     folder: &Utf8Path,
     config: &Value,
 ) -> Result<BTreeMap<String, Option<String>>, ChatErrorKind> {
-    let has_older = folder.join(SPECIAL_TOKENS_MAP).is_file();
-    let older = if has_older { json_file(folder, SPECIAL_TOKENS_MAP)? } else { Value::Null };
+    let older = optional_json_file(folder, SPECIAL_TOKENS_MAP)?;
     let mut tokens = BTreeMap::new();
     for name in SPECIAL_TOKENS {
         if let Some(value) = config.get(name).or_else(|| older.get(name)) {
@@ -140,10 +148,7 @@ fn token_text(name: &str, value: &Value) -> Result<Option<String>, ChatErrorKind
 /// # Errors
 /// If an id is not one: turns would not end where the model ends them.
 pub(crate) fn end_token_ids(folder: &Utf8Path) -> Result<Vec<TokenId>, ChatErrorKind> {
-    if !folder.join(GENERATION_CONFIG).is_file() {
-        return Ok(Vec::new());
-    }
-    let generation = json_file(folder, GENERATION_CONFIG)?;
+    let generation = optional_json_file(folder, GENERATION_CONFIG)?;
     let ids = match generation.get("eos_token_id") {
         None | Some(Value::Null) => Vec::new(),
         Some(Value::Array(ids)) => ids.iter().collect(),
@@ -211,6 +216,15 @@ mod tests {
             special_tokens(path, &json!({"extra_special_tokens": ["<image>"]})).unwrap().is_empty()
         );
         assert!(end_token_ids(path).unwrap().is_empty());
+        fs_err::write(path.join(GENERATION_CONFIG), r#"{"eos_token_id": 1, "eos_token_id": 2}"#)
+            .unwrap();
+        let error = end_token_ids(path).unwrap_err().to_string();
+        assert!(error.contains("\"eos_token_id\" occurs twice"), "{error}");
+        fs_err::remove_file(path.join(GENERATION_CONFIG)).unwrap();
+        fs_err::create_dir(path.join(GENERATION_CONFIG)).unwrap();
+        let error = end_token_ids(path).unwrap_err().to_string();
+        assert!(error.contains(GENERATION_CONFIG), "a folder in its place: {error}");
+        fs_err::remove_dir(path.join(GENERATION_CONFIG)).unwrap();
         let with = |ids: Value| {
             let text = json!({"eos_token_id": ids}).to_string();
             fs_err::write(path.join(GENERATION_CONFIG), text).unwrap();

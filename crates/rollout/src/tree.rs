@@ -56,7 +56,9 @@ pub(crate) async fn change_in(
     let permit = offload::permit().await.map_err(|error| failed_here(sandbox, error))?;
     let written = collected.written.iter().map(|file| file.path.clone());
     let paths: Vec<String> = written.chain(collected.removed.iter().cloned()).collect();
-    let originals = sandbox.read_files(&paths, MAX_ORIGINALS).await?;
+    let mut originals = sandbox.read_files(&paths, MAX_ORIGINALS).await?;
+    // A file with which the agent replaced a folder is a new one.
+    originals.retain(|file| !file.is_special());
     let collected = collected.clone();
     let work = move || compare(originals, collected, DiffLimits::default());
     let change = offload::run_with(permit, work).await;

@@ -2,7 +2,7 @@
 
 use crate::error::SandboxError;
 pub use orchestrate_supervisor::protocol::LINK_MODE;
-use orchestrate_supervisor::protocol::is_link;
+use orchestrate_supervisor::protocol::{is_link, is_special};
 use orchestrate_types::{AttemptId, ByteSize, RunId};
 use std::time::Duration;
 use tokio::io::DuplexStream;
@@ -162,14 +162,15 @@ impl ExecResult {
     }
 }
 
-/// A regular file or symbolic link, with its path relative to a folder.
+/// A file with its path relative to a folder: a regular one or a symbolic link, unless a function says that
+/// there are others.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
 pub struct FileEntry {
     /// Relative path with `/` as separator, without `..`.
     pub path: String,
-    /// Permission bits, with [`LINK_MODE`] for a symbolic link.
+    /// Permission bits, with [`LINK_MODE`] for a symbolic link and the bits of its type for a special file.
     pub mode: u32,
-    /// Content of the file; the target of a symbolic link.
+    /// Content of the file; the target of a symbolic link; empty for a special file.
     pub content: Vec<u8>,
 }
 
@@ -177,6 +178,11 @@ impl FileEntry {
     /// Whether it is a symbolic link.
     pub fn is_link(&self) -> bool {
         is_link(self.mode)
+    }
+
+    /// Whether it is neither a regular file nor a symbolic link: a folder, a FIFO, a socket or a device.
+    pub fn is_special(&self) -> bool {
+        is_special(self.mode)
     }
 }
 
@@ -335,10 +341,9 @@ pub trait Sandbox: Send + std::fmt::Debug {
     /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if it has grown too much to be walked.
     async fn list_system_changes(&mut self) -> Result<TreeChanges, SandboxError>;
 
-    /// Reads the regular files and symbolic links among these paths below the working directory, in
-    /// this order; others
-    /// are left out. Fails with [`TooLarge`](crate::SandboxErrorKind::TooLarge) if their contents
-    /// exceed `cap` bytes.
+    /// Reads the files at these paths below the working directory, in this order; those that do not exist
+    /// are left out, and special ones ([`FileEntry::is_special`]) have no content. Fails with
+    /// [`TooLarge`](crate::SandboxErrorKind::TooLarge) if their contents exceed `cap` bytes.
     async fn read_files(
         &mut self,
         paths: &[String],

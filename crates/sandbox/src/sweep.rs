@@ -96,6 +96,8 @@ fn read_labels(
     state: String,
     labels: &HashMap<String, String>,
 ) -> ContainerInfo {
+    // A label that cannot be read is shown as absent, and such a container is kept with that as the reason:
+    // whose it is cannot be known.
     let get = |key: &str| labels.get(key).map(String::as_str);
     let purpose = match get(LABEL_PURPOSE) {
         Some("agent") => Some(Purpose::Agent),

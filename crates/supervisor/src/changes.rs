@@ -290,8 +290,9 @@ impl Marked {
     }
 }
 
-/// Sends the regular files and symlinks among `paths`, with at most `cap` bytes of content together,
-/// then the end. What does not exist or is reached through a symlink is left out.
+/// Sends the files among `paths`, with at most `cap` bytes of content together, then the end. What does not
+/// exist or is reached through a symlink is left out. What is neither a regular file nor a symlink has no
+/// content: a caller must be able to tell it from what does not exist.
 pub(crate) fn send_files(
     root: &Path,
     paths: &[String],
@@ -301,6 +302,11 @@ pub(crate) fn send_files(
     let (mut left, mut count) = (cap, 0);
     for path in paths {
         let Some((place, meta)) = find(root, path) else { continue };
+        count += 1;
+        if !meta.is_file() && !meta.is_symlink() {
+            emit(Reply::TreeFile { path: path.clone(), mode: meta.mode(), size: 0 })?;
+            continue;
+        }
         let Some(rest) = left.checked_sub(meta.len()) else {
             return emit(Reply::TreeEnd(TreeEnd::TooLarge(path.clone())));
         };
@@ -313,7 +319,6 @@ pub(crate) fn send_files(
         if let Err(error) = sent {
             return emit(Reply::TreeEnd(TreeEnd::Failed(format!("{path}: {error}"))));
         }
-        count += 1;
     }
     emit(Reply::TreeEnd(TreeEnd::Complete { files: count }))
 }
@@ -355,8 +360,8 @@ fn send_link(
     Ok(Ok(()))
 }
 
-/// Place and metadata of the regular file or symlink `path`; `None` if it is anything else, or a
-/// folder on the way to it is.
+/// Place and metadata of `path`; `None` if it does not exist, or what should be a folder on the way to it is
+/// anything else.
 fn find(root: &Path, path: &str) -> Option<(PathBuf, Metadata)> {
     if !is_safe_path(path) || !std::fs::symlink_metadata(root).ok()?.is_dir() {
         return None;
@@ -373,7 +378,7 @@ fn find(root: &Path, path: &str) -> Option<(PathBuf, Metadata)> {
     make_accessible(&place);
     place.push(name);
     let meta = std::fs::symlink_metadata(&place).ok()?;
-    (meta.is_file() || meta.is_symlink()).then_some((place, meta))
+    Some((place, meta))
 }
 
 fn open(place: &Path) -> io::Result<File> {

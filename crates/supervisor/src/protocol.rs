@@ -15,7 +15,7 @@ use std::error::Error;
 use std::fmt;
 
 /// Version of this protocol, sent in [`Reply::Hello`].
-pub const VERSION: u32 = 5;
+pub const VERSION: u32 = 6;
 /// Largest content of a file or an output in one frame, in bytes.
 pub const CHUNK: usize = 256 * 1024;
 
@@ -81,10 +81,10 @@ pub enum Request {
     /// List what changed since the tree was marked. Answered by [`Reply::TreeItem`], then
     /// [`Reply::TreeEnd`].
     ListChanges,
-    /// Read these regular files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then
+    /// Read these files. Answered by [`Reply::TreeFile`] and [`Reply::TreeData`], then
     /// [`Reply::TreeEnd`].
     ReadFiles {
-        /// Paths relative to the working directory. Those that are not regular files are left out.
+        /// Paths relative to the working directory. Those that do not exist are left out.
         paths: Vec<String>,
         /// Limit of the content together, in bytes.
         cap: u64,
@@ -217,7 +217,8 @@ pub enum ChangedItem {
     Written {
         /// Path relative to the working directory.
         path: String,
-        /// Permission bits, with [`LINK_MODE`] for a symbolic link.
+        /// Permission bits, with [`LINK_MODE`] for a symbolic link, and with the bits of its type for what
+        /// is neither that nor a regular file, which has no content.
         mode: u32,
         /// Bytes of content.
         size: u64,
@@ -277,9 +278,19 @@ pub enum CommandEnd {
 /// The type of a symbolic link in a file's mode, as in git. Its content is its target.
 pub const LINK_MODE: u32 = 0o120_000;
 
+/// The bits of a mode that tell the type of a file.
+const TYPE_BITS: u32 = 0o170_000;
+/// Those of a regular file, which are left out in most modes.
+const REGULAR_MODE: u32 = 0o100_000;
+
 /// Whether `mode` is that of a symbolic link.
 pub fn is_link(mode: u32) -> bool {
-    mode & 0o170_000 == LINK_MODE
+    mode & TYPE_BITS == LINK_MODE
+}
+
+/// Whether `mode` is neither that of a symbolic link nor that of a regular file.
+pub fn is_special(mode: u32) -> bool {
+    !matches!(mode & TYPE_BITS, 0 | REGULAR_MODE | LINK_MODE)
 }
 
 /// Whether a path stays below the working directory.

@@ -2,7 +2,7 @@
 
 use crate::text::printable;
 use orchestrate_types::is_unprintable;
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 /// Maximum length of a name (repository, version, family), in bytes.
@@ -87,6 +87,34 @@ pub(crate) fn tests<'a>(
         at_most(column, "bytes in a test's name", name.len(), TEST_BYTES)?;
     }
     count(column, number)
+}
+
+/// Checks two lists of tests with different expectations: each entry names a test, and each test occurs
+/// once. What is expected of the others is not known, and their share of the passed tests would be wrong.
+pub(crate) fn test_lists(lists: [(&'static str, &[String]); 2]) -> Result<(), ColumnProblem> {
+    let mut seen: BTreeMap<&str, &'static str> = BTreeMap::new();
+    for (column, names) in lists {
+        tests(column, names)?;
+        for (index, name) in names.iter().enumerate() {
+            if name.trim().is_empty() {
+                let reason = format!("entry {} is empty; it must name a test", index + 1);
+                return Err(ColumnProblem::new(column, reason));
+            }
+            let Some(before) = seen.insert(name, column) else { continue };
+            let name = printable(name, PATH_CHARS);
+            return Err(ColumnProblem::new(
+                column,
+                if before == column {
+                    format!("it names the test `{name}` twice; name it once")
+                } else {
+                    format!(
+                        "it names the test `{name}`, and so does `{before}`; name it in one of them"
+                    )
+                },
+            ));
+        }
+    }
+    Ok(())
 }
 
 /// Checks number and sizes of files, given their contents. Their paths are checked elsewhere.

@@ -1,6 +1,7 @@
 //! Serde functions for a column that contains JSON: it is read as JSON text or as a decoded value,
 //! and written as JSON text.
 
+use orchestrate_types::UniqueKeys;
 use serde::de::{DeserializeOwned, Error as _};
 use serde::ser::Error as _;
 use serde::{Deserialize as _, Deserializer, Serialize, Serializer};
@@ -13,7 +14,7 @@ pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
     from: D,
 ) -> Result<T, D::Error> {
     match serde_json::Value::deserialize(from)? {
-        serde_json::Value::String(text) => serde_json::from_str(&text).map_err(|error| {
+        serde_json::Value::String(text) => of_text(&text).map_err(|error| {
             if is_python_literal(&text) {
                 D::Error::custom(
                     "is written in Python's syntax, not JSON; write it with json.dumps",
@@ -24,6 +25,11 @@ pub(crate) fn deserialize<'de, T: DeserializeOwned, D: Deserializer<'de>>(
         }),
         value => serde_json::from_value(value).map_err(D::Error::custom),
     }
+}
+
+fn of_text<T: DeserializeOwned>(text: &str) -> serde_json::Result<T> {
+    let UniqueKeys(value) = serde_json::from_str(text)?;
+    serde_json::from_value(value)
 }
 
 /// Whether `text` looks like the `str` of a Python list or dict of strings.

@@ -91,18 +91,25 @@ pub(crate) fn listed<'a>(keys: impl Iterator<Item = &'a String>) -> String {
     }
 }
 
-/// The path of the first value that is a unified diff, such as `test_result.git_patch`.
-pub(crate) fn path_of_patch(fields: &Map<String, Value>) -> Option<String> {
-    find_patch(fields, DEPTH)
+/// The path of the first unified diff, such as `test_result.git_patch`, that `counts` by its key and text.
+pub(crate) fn path_of_patch(
+    fields: &Map<String, Value>,
+    counts: &dyn Fn(&str, &str) -> bool,
+) -> Option<String> {
+    find_patch(fields, counts, DEPTH)
 }
 
-fn find_patch(fields: &Map<String, Value>, depth: usize) -> Option<String> {
+fn find_patch(
+    fields: &Map<String, Value>,
+    counts: &dyn Fn(&str, &str) -> bool,
+    depth: usize,
+) -> Option<String> {
     fields.iter().find_map(|(key, value)| {
         let name = printable(key, KEY_CHARS);
         match value {
-            Value::String(text) => is_diff(text).then_some(name),
+            Value::String(text) => (is_diff(text) && counts(key, text)).then_some(name),
             Value::Object(inner) if depth > 0 => {
-                find_patch(inner, depth - 1).map(|path| format!("{name}.{path}"))
+                find_patch(inner, counts, depth - 1).map(|path| format!("{name}.{path}"))
             }
             _ => None,
         }
@@ -164,12 +171,15 @@ mod tests {
 
     #[test]
     fn a_patch_is_found_by_its_form_at_any_place() {
-        let of = |fields: Value| path_of_patch(fields.as_object().unwrap());
+        let of = |fields: Value| {
+            path_of_patch(fields.as_object().unwrap(), &|key, _| key != "test_patch")
+        };
         let diff = "diff --git a/a b/a\n";
         assert_eq!(of(json!({"a": 1, "answer": diff})).as_deref(), Some("answer"));
         let nested = json!({"test_result": {"git_patch": format!("\n{diff}")}});
         assert_eq!(of(nested).as_deref(), Some("test_result.git_patch"));
         assert_eq!(of(json!({"x": "--- a\n+++ b\n"})).as_deref(), Some("x"));
+        assert_eq!(of(json!({"test_patch": diff, "z": diff})).as_deref(), Some("z"));
         assert_eq!(of(json!({"x": "--- a", "y": ["diff --git a b"]})), None);
         let deep = json!({"a": {"b": {"c": {"d": {"e": diff}}}}});
         assert_eq!(of(deep), None);

@@ -3,7 +3,8 @@
 //! The invariant: a patch is kept byte for byte. `git apply` and `patch` both reject one without
 //! its final line end. Ids and names of models are checked when they are read: they become parts of
 //! paths. A prediction without a patch says so (`null` or an empty text): one in which the patch has
-//! another key is refused, because it would count as an empty patch.
+//! another key is refused, because it would count as an empty patch, and so is one with two patches that
+//! differ, because only one of them would be graded.
 
 use crate::keys;
 use crate::load::{self, LoadError};
@@ -24,6 +25,11 @@ const KEYS: [&str; 3] = [INSTANCE_ID, MODEL, PATCH];
 /// The other names under which published tools and documentation write the keys.
 const OTHER_NAMES: [(&str, &str); 4] =
     [("model", MODEL), ("model_name", MODEL), ("prediction", PATCH), ("patch", PATCH)];
+/// Keys under which agents' own outputs have the patch that they made. A prediction that is merged with its row
+/// has the row's `patch`, too, which is another one.
+const OWN_PATCHES: [&str; 2] = ["git_patch", "prediction"];
+/// The patch of a row's hidden tests, which no agent makes.
+const TEST_PATCH: &str = "test_patch";
 
 /// One patch for one task.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -78,10 +84,20 @@ pub fn read(path: &Utf8Path) -> Result<Vec<Prediction>, LoadError> {
 fn of_value(entry: Value) -> Result<Prediction, String> {
     if let Value::Object(fields) = &entry {
         let has_patch = fields.contains_key(PATCH);
-        if let Some(path) = keys::path_of_patch(fields).filter(|_| !has_patch) {
+        let patch = fields.get(PATCH).and_then(Value::as_str).map(str::trim);
+        let patch = patch.filter(|patch| !patch.is_empty());
+        let other = keys::path_of_patch(fields, &|key, text| match patch {
+            None => key != TEST_PATCH,
+            Some(patch) => OWN_PATCHES.contains(&key) && text.trim() != patch,
+        });
+        if let Some(path) = other.as_ref().filter(|_| !has_patch) {
             return Err(format!("has no `{PATCH}`; did you mean its value at `{path}`?"));
         }
         keys::check(fields, &KEYS, &OTHER_NAMES)?;
+        if let Some(path) = other {
+            let problem = if patch.is_some() { "another patch than" } else { "no patch, unlike" };
+            return Err(format!("has {problem} `{path}` in `{PATCH}`; keep the one that is meant"));
+        }
         if !has_patch {
             return Err(format!("has no `{PATCH}`; it has {}", keys::listed(fields.keys())));
         }

@@ -189,6 +189,46 @@ fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
 }
 
 #[test]
+fn lists_of_tests_with_empty_or_repeated_names_are_refused_by_column_and_name() {
+    let row = |id: &str, fails: Value, passes: Value| {
+        let mut row = swe_row(id);
+        row["FAIL_TO_PASS"] = fails;
+        row["PASS_TO_PASS"] = passes;
+        row
+    };
+    let lines = [
+        row("good", json!(["a", "A", "a "]), json!(["b", "c"])),
+        row("empty", json!(["a", ""]), json!([])),
+        row("blank", json!(["a"]), json!("[\" \\n\"]")),
+        row("twice", json!(["a", "b", "a"]), json!([])),
+        row("later-twice", json!(["a"]), json!(["b", "c", "b"])),
+        row("both", json!(["a", "b"]), json!(["c", "b"])),
+    ];
+    let (good, bad) = loaded(json_lines(&lines).as_bytes());
+    assert_eq!(good.iter().map(Row::id).collect::<Vec<_>>(), ["good"]);
+    let found: Vec<(&str, &str)> =
+        bad.iter().map(|bad| (bad.id.as_deref().unwrap_or("-"), bad.reason.as_str())).collect();
+    let both = "column `PASS_TO_PASS`: it names the test `b`, and so does `FAIL_TO_PASS`; name it in one of them";
+    let want = [
+        ("empty", "column `FAIL_TO_PASS`: entry 2 is empty; it must name a test"),
+        ("blank", "column `PASS_TO_PASS`: entry 1 is empty; it must name a test"),
+        ("twice", "column `FAIL_TO_PASS`: it names the test `a` twice; name it once"),
+        ("later-twice", "column `PASS_TO_PASS`: it names the test `b` twice; name it once"),
+        ("both", both),
+    ];
+    assert_eq!(found, want);
+}
+
+#[test]
+fn json_text_of_a_column_with_a_repeated_key_is_refused() {
+    let mut row = r2e_row("r");
+    row["expected_output_json"] = json!("{\"a\": \"PASSED\", \"a\": \"FAILED\"}");
+    let (good, bad) = loaded(json_lines(&[row, r2e_row("g")]).as_bytes());
+    assert_eq!(good.iter().map(Row::id).collect::<Vec<_>>(), ["aiohttp__g"]);
+    assert!(bad[0].reason.contains("\"a\" occurs twice"), "{}", bad[0].reason);
+}
+
+#[test]
 fn rows_whose_files_cannot_exist_together_are_refused_by_column() {
     let row = |id: &str, given: &[&str], hidden: &[&str]| {
         let files: Vec<Value> =
@@ -483,6 +523,26 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
             json!({"instance_id": "b", "model_name_or_path": "m", "test_result": {"git_patch": diff}}),
             "`test_result.git_patch`",
         ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": "", "test_result": {"git_patch": diff}}),
+            "has no patch, unlike `test_result.git_patch` in `model_patch`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": null, "patch": diff}),
+            "has no patch, unlike `patch` in `model_patch`; keep the one that is meant",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": " \n", "full_output": diff}),
+            "has no patch, unlike `full_output`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "test_result": {"git_patch": format!("{diff}+c\n")}}),
+            "has another patch than `test_result.git_patch` in `model_patch`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "prediction": format!("{diff}+c\n")}),
+            "has another patch than `prediction` in `model_patch`",
+        ),
         (json!({"instance_id": "b", "model_name_or_path": "m", "cost": 1}), "`cost`"),
         (json!({"instance_id": "b", "model": "m", "model_patch": diff}), "`model_name_or_path`?"),
         (json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": 1}), "model_patch"),
@@ -529,6 +589,21 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
         "patch": "gold", "full_output": "text", "cost": 0.5, "prediction": "another"});
     let read = predictions::read(&folder.file("p", more.to_string().as_bytes())).unwrap();
     assert_eq!(read[0].model_patch.as_deref(), Some(diff));
+    // Of one agent's output, and merged with a row of the data set.
+    for (patch, more) in [
+        (json!(diff), json!({"test_result": {"git_patch": format!("{diff}\n")}})),
+        (
+            json!(diff),
+            json!({"patch": "diff --git a/b b/b\n", "full_output": "diff --git a/c b/c\n"}),
+        ),
+        (json!(""), json!({"test_patch": diff, "full_output": "I gave up."})),
+    ] {
+        let mut entry =
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": patch});
+        entry.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let read = predictions::read(&folder.file("p", entry.to_string().as_bytes())).unwrap();
+        assert_eq!(read[0].model_patch.as_deref(), patch.as_str());
+    }
 
     let keyed =
         json!({"a": good, "b": {"instance_id": "a", "model_name_or_path": "m", "model_patch": ""}});

@@ -43,7 +43,7 @@ pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
     } else {
         output::data(tables::final_table(&report));
         if report.collapse.is_none() {
-            output::data("no sign of collapse");
+            output::data(report.without_collapse());
         }
         let warnings = detect_collapse(&lines).1;
         for warning in warnings.iter().take(WARNINGS) {

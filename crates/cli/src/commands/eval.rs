@@ -56,8 +56,10 @@ pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> 
         args.allow_broken || broken as f64 <= MOST_BROKEN * episodes as f64,
         BrokenMeasurement::Evaluation { broken, episodes, folder }
     );
-    if let (false, Some(point)) = (args.json, &report.baseline) {
-        output::data(result_table(point));
+    match &report.baseline {
+        Some(point) if !args.json => output::data(result_table(point)),
+        Some(_) => {}
+        None => output::say("note: no episode has a trusted outcome, so there is no Pass@1"),
     }
     Ok(ExitCode::SUCCESS)
 }

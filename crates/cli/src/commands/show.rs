@@ -70,7 +70,13 @@ struct AttemptEntry<'a> {
 
 fn attempt_entry(row: &NewestRow) -> AttemptEntry<'_> {
     // The numbers of attempts that stored nothing are unknown.
-    let summary: Option<EpisodeSummary> = serde_json::from_value(row.summary.clone()).ok();
+    let stored = Some(row.summary.clone()).filter(|summary| !summary.is_null());
+    let summary: Option<EpisodeSummary> =
+        stored.map(serde_json::from_value).transpose().unwrap_or_else(|error| {
+            let id = tables::cell(&row.id);
+            output::say(format!("warning: the summary of attempt {id} cannot be read: {error}"));
+            None
+        });
     let reward = match row.outcome {
         Some(Outcome::Scored { reward } | Outcome::Truncated { reward, .. }) => Some(reward),
         Some(Outcome::Aborted { .. } | Outcome::Broken { .. }) | None => None,

@@ -1,7 +1,7 @@
 //! Requests.
 
 use super::{Chat, Logprobs};
-use crate::content::{self, Part, TextOr, known, limit, stop_strings, text_of};
+use crate::content::{self, Part, TextOr, known, limit, stop_strings, text_given, text_of};
 use crate::dialect::Dialect;
 use crate::fields::{self, CHAT};
 use crate::message::{Message, Role, ToolCall, answered};
@@ -17,6 +17,7 @@ const MAX_REPLIES: u64 = 128;
 struct Body {
     messages: Vec<ChatMessage>,
     tools: Option<Vec<ToolDeclaration>>,
+    #[serde(default, deserialize_with = "content::unique")]
     tool_choice: Option<Value>,
     max_tokens: Option<u64>,
     max_completion_tokens: Option<u64>,
@@ -86,6 +87,7 @@ struct ToolDeclaration {
 struct FunctionDeclaration {
     name: Option<String>,
     description: Option<String>,
+    #[serde(default, deserialize_with = "content::unique")]
     parameters: Option<Value>,
 }
 
@@ -201,6 +203,8 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
     let name = message.name.filter(|name| !name.is_empty());
     // An assistant's parts are pieces of one text; parts of other messages are texts.
     let separator = if role == Role::Assistant { "" } else { "\n" };
+    let may_be_empty = matches!(role, Role::Assistant | Role::Tool);
+    let text_of = if may_be_empty { text_of } else { text_given };
     let mut text = text_of(message.content, &format!("{at}.content"), separator)?;
     if role == Role::Assistant {
         if text.is_empty() {
@@ -319,6 +323,11 @@ mod tests {
         for (message, field) in [
             (json!({"role": "function", "content": "a"}), "messages[0].role"),
             (json!({"role": "tool", "content": "a"}), "messages[0].tool_call_id"),
+            (json!({"role": "user", "content": []}), "messages[0].content"),
+            (json!({"role": "user", "content": null}), "messages[0].content"),
+            (json!({"role": "user"}), "messages[0].content"),
+            (json!({"role": "system", "content": []}), "messages[0].content"),
+            (json!({"role": "developer"}), "messages[0].content"),
             (
                 json!({"role": "user", "content": [{"type": "image_url", "image_url": {}}]}),
                 "messages[0].content[0].type",
@@ -335,6 +344,22 @@ mod tests {
             let problem = request(&json!({"messages": [message]})).unwrap_err();
             assert_eq!(problem.field.as_deref(), Some(field), "{}", problem.message);
             assert!(problem.message.contains(field), "{}", problem.message);
+        }
+    }
+
+    #[test]
+    fn replies_and_results_may_be_empty() {
+        for content in [json!([]), json!(""), Value::Null] {
+            let call = json!([{"id": "c", "function": {"name": "f"}}]);
+            let messages = json!([
+                {"role": "user", "content": ""},
+                {"role": "assistant", "content": content, "tool_calls": call},
+                {"role": "tool", "tool_call_id": "c", "content": content},
+                {"role": "assistant", "content": content},
+            ]);
+            let (request, _) = request(&json!({"messages": messages})).unwrap();
+            assert!(request.messages.iter().all(|message| message.content.is_empty()));
+            assert_eq!(request.messages.len(), 4, "{content}");
         }
     }
 

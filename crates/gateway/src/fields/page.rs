@@ -10,8 +10,10 @@ const INTRODUCTION: &str = "# Fields of requests
      ORCHESTRATE_REGENERATE=1 cargo nextest run -p orchestrate-gateway -->
 
 What the gateway does with each field of a request, by dialect. A field is *honoured*, *overridden* (it is accepted,
-and something else decides) or *refused* with status 400, the field's name and the reason. A null or empty value is as
-good as none; false and zero are never refused.
+and something else decides) or *refused* with status 400, the field's name and the reason. In a field that is
+overridden, a null or empty value is as good as none; in one that is refused, so are false and zero, unless the table
+names the values that it may have. The value of a field that is honoured must be valid, which `n: 0`,
+`max_tokens: 0` and `stop: \"\"` are not.
 
 ";
 

@@ -24,6 +24,9 @@ const RENDERS: &str = "the model's own chat template renders every prompt";
 const PARALLEL: &str = "the number of calls is not enforced";
 const MARK: &str = "chat templates do not show it";
 const DEGREE: &str = "thinking is on or off; there are no degrees";
+const CONTENT: &str =
+    "a message of the user or a system message must have one; replies and results may be empty";
+const INPUT: &str = "it must not be empty";
 const TYPED: &str = "arguments are not enforced";
 
 macro_rules! table {
@@ -35,9 +38,9 @@ macro_rules! table {
 /// OpenAI Chat Completions, with the additions of vLLM and SGLang.
 pub(crate) const CHAT: Table = table! { "Chat Completions":
     "model" => Overridden(ONE_MODEL),
-    "messages" => Honoured,
+    "messages" => HonouredAs(INPUT),
     "messages[].role" => HonouredAs(AFTER_ASSISTANT),
-    "messages[].content" => Honoured,
+    "messages[].content" => HonouredAs(CONTENT),
     "messages[].content[].type" => Honoured,
     "messages[].content[].text" => Honoured,
     "messages[].content[].refusal" => Honoured,
@@ -133,13 +136,13 @@ pub(crate) const CHAT: Table = table! { "Chat Completions":
 pub(crate) const RESPONSES: Table = table! { "Responses":
     "model" => Overridden(ONE_MODEL),
     "instructions" => Honoured,
-    "input" => Honoured,
+    "input" => HonouredAs(INPUT),
     "input[].type" => Honoured,
     "input[].id" => Overridden(NOT_STORED),
     "input[].status" => Overridden(MARK),
     "input[].phase" => Overridden(MARK),
     "input[].role" => HonouredAs(AFTER_ASSISTANT),
-    "input[].content" => Honoured,
+    "input[].content" => HonouredAs(CONTENT),
     "input[].content[].type" => Honoured,
     "input[].content[].text" => Honoured,
     "input[].content[].refusal" => Honoured,
@@ -198,11 +201,11 @@ pub(crate) const MESSAGES: Table = table! { "Messages":
     "system[].type" => Honoured,
     "system[].text" => Honoured,
     "system[].cache_control" => Overridden(NO_CACHE),
-    "messages" => Honoured,
+    "messages" => HonouredAs(INPUT),
     "messages[].role" => HonouredAs(
         "a last message of the assistant is refused: a reply begins where the chat template begins it",
     ),
-    "messages[].content" => Honoured,
+    "messages[].content" => HonouredAs(CONTENT),
     "messages[].content[].type" => Honoured,
     "messages[].content[].text" => Honoured,
     "messages[].content[].citations" => Overridden(MARK),

@@ -1,6 +1,6 @@
 //! Messages and content blocks.
 
-use crate::content::{TextOr, join, only_text};
+use crate::content::{self, TextOr, join, only_text};
 use crate::message::{History, Message, Role, ToolCall};
 use crate::opaque::signed;
 use crate::problem::Problem;
@@ -27,6 +27,7 @@ pub(super) struct Block {
     signature: Option<String>,
     id: Option<String>,
     name: Option<String>,
+    #[serde(default, deserialize_with = "content::unique")]
     input: Option<Value>,
     tool_use_id: Option<String>,
     content: Option<TextOr<Block>>,
@@ -78,6 +79,7 @@ pub(super) fn append(
         "assistant" => assistant(history, message.content, &within),
         // Clients add instructions in the middle of a conversation.
         "system" => {
+            check_given(&message.content, &within)?;
             let text = system(Some(message.content), &within)?;
             history.push(Message::new(Role::System, text));
             Ok(())
@@ -89,8 +91,21 @@ pub(super) fn append(
     }
 }
 
+/// Refuses a message without a content, as the vendor's own API does. Replies may be empty there only at the
+/// end, but one that the policy sampled here may be anywhere.
+fn check_given(content: &TextOr<Block>, at: &str) -> Result<(), Problem> {
+    let is_empty = match content {
+        TextOr::Text(text) => text.is_empty(),
+        TextOr::List(blocks) => blocks
+            .iter()
+            .all(|block| block.kind == "text" && block.text.as_ref().is_some_and(String::is_empty)),
+    };
+    if is_empty { Err(Problem::field(at, "must not be empty")) } else { Ok(()) }
+}
+
 /// Results of tools come before the text, wherever the client put them.
 fn user(history: &mut History, content: TextOr<Block>, at: &str) -> Result<(), Problem> {
+    check_given(&content, at)?;
     let blocks = match content {
         TextOr::Text(text) => {
             push_user(history, text);
@@ -247,6 +262,22 @@ mod tests {
     fn an_empty_reply_that_comes_back_stays_in_the_history() {
         let found = history(json!([{"role": "assistant", "content": []}])).unwrap();
         assert_eq!(found, [Message::new(Role::Assistant, "")]);
+    }
+
+    #[test]
+    fn an_empty_message_is_refused_and_named() {
+        let empty = json!({"type": "text", "text": ""});
+        for role in ["user", "system"] {
+            for content in [json!([]), json!(""), json!([empty]), json!([empty, empty])] {
+                let messages =
+                    json!([{"role": "user", "content": "a"}, {"role": role, "content": content}]);
+                let problem = history(messages).unwrap_err();
+                assert_eq!(problem.field.as_deref(), Some("messages[1].content"), "{content}");
+            }
+        }
+        let result = json!({"type": "tool_result", "tool_use_id": "t", "content": []});
+        let found = history(json!([{"role": "user", "content": [result, empty]}])).unwrap();
+        assert_eq!(found, [Message::tool("t", "")]);
     }
 
     #[test]

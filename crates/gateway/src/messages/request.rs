@@ -48,6 +48,7 @@ struct ToolParam {
     kind: Option<String>,
     name: Option<String>,
     description: Option<String>,
+    #[serde(default, deserialize_with = "content::unique")]
     input_schema: Option<Value>,
     defer_loading: Option<bool>,
 }

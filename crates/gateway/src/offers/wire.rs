@@ -6,10 +6,11 @@ use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use orchestrate_types::{is_unprintable, mended_json};
-use serde::de::DeserializeOwned;
+use serde::de::{DeserializeOwned, Deserializer, Error as _, MapAccess, Visitor};
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
+use std::fmt;
 
 /// Maximum length of a worker's name, of a `take_id` and of a metric's name, in bytes.
 const NAME_BYTES: usize = 128;
@@ -52,9 +53,34 @@ pub(super) struct Taken {
 #[serde(deny_unknown_fields)]
 pub(super) struct Finish {
     reward: Option<f64>,
-    #[serde(default)]
+    #[serde(default, deserialize_with = "metrics")]
     metrics: BTreeMap<String, f64>,
     failure: Option<Failure>,
+}
+
+/// Metrics by name. Of two with the same name, one would be lost without a word.
+fn metrics<'de, D: Deserializer<'de>>(from: D) -> Result<BTreeMap<String, f64>, D::Error> {
+    struct Metrics;
+    impl<'de> Visitor<'de> for Metrics {
+        type Value = BTreeMap<String, f64>;
+
+        fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+            out.write_str("a map of numbers")
+        }
+
+        fn visit_map<A: MapAccess<'de>>(self, mut entries: A) -> Result<Self::Value, A::Error> {
+            let mut metrics = BTreeMap::new();
+            while let Some((name, value)) = entries.next_entry::<String, f64>()? {
+                if metrics.contains_key(&name) {
+                    let problem = format!("the metric {name:?} occurs twice; send it once");
+                    return Err(A::Error::custom(problem));
+                }
+                metrics.insert(name, value);
+            }
+            Ok(metrics)
+        }
+    }
+    from.deserialize_map(Metrics)
 }
 
 #[derive(Debug, Deserialize)]

@@ -1,7 +1,7 @@
 //! Input items.
 
 use super::tools::{custom_arguments, flat_name};
-use crate::content::{Part, TextOr, text_of};
+use crate::content::{self, Part, TextOr, text_given, text_of};
 use crate::message::{History, Message, Role, ToolCall};
 use crate::opaque::decoded;
 use crate::problem::Problem;
@@ -21,8 +21,11 @@ pub(super) struct Item {
     namespace: Option<String>,
     name: Option<String>,
     /// Text in calls of functions; objects in items of other types.
+    #[serde(default, deserialize_with = "content::unique")]
     arguments: Option<Value>,
+    #[serde(default, deserialize_with = "content::unique")]
     input: Option<Value>,
+    #[serde(default, deserialize_with = "content::unique")]
     output: Option<Value>,
 }
 
@@ -67,6 +70,7 @@ fn message(history: &mut History, item: Item, at: &str) -> Result<(), Problem> {
         }
     };
     let separator = if role == Role::Assistant { "" } else { "\n" };
+    let text_of = if role == Role::Assistant { text_of } else { text_given };
     let text = text_of(item.content, &format!("{at}.content"), separator)?;
     if role == Role::Assistant {
         history.assistant(|message| message.content.push_str(&text));
@@ -187,6 +191,9 @@ mod tests {
             (json!({"type": "local_shell_call", "action": {}}), "input[0].type"),
             (json!({"type": "tool_search_call", "arguments": {}}), "input[0].type"),
             (json!({"role": "tool", "content": "a"}), "input[0].role"),
+            (json!({"role": "user", "content": []}), "input[0].content"),
+            (json!({"role": "user"}), "input[0].content"),
+            (json!({"type": "message", "role": "developer", "content": null}), "input[0].content"),
             (
                 json!({"role": "user", "content": [{"type": "input_image"}]}),
                 "input[0].content[0].type",

@@ -14,7 +14,7 @@ use crate::sampler::{SampleRequest, Sampled};
 use crate::text::{SampledText, Sent};
 use crate::wire::{Envelope, Purpose, Wire};
 use bytes::Bytes;
-use serde_json::{Value, json};
+use serde_json::{Number, Value, json};
 pub(crate) use stored::StoredResponses;
 use tools::ToolNames;
 
@@ -41,8 +41,8 @@ pub(crate) struct Responses {
 struct Echo {
     instructions: Option<String>,
     max_output_tokens: Option<usize>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
+    temperature: Option<Number>,
+    top_p: Option<Number>,
     parallel_tool_calls: bool,
     metadata: Value,
     tool_choice: Value,

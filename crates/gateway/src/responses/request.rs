@@ -11,21 +11,23 @@ use crate::problem::Problem;
 use crate::sampler::{AskedSampling, SampleRequest};
 use crate::wire::Purpose;
 use serde::Deserialize;
-use serde_json::{Value, json};
+use serde_json::{Number, Value, json};
 
 #[derive(Debug, Deserialize)]
 struct Body {
     input: Option<TextOr<Item>>,
     instructions: Option<String>,
     tools: Option<Vec<ToolParam>>,
+    #[serde(default, deserialize_with = "content::unique")]
     tool_choice: Option<Value>,
     max_output_tokens: Option<u64>,
     stream: Option<bool>,
     include: Option<Vec<String>>,
     reasoning: Option<ReasoningParam>,
-    temperature: Option<f32>,
-    top_p: Option<f32>,
+    temperature: Option<Number>,
+    top_p: Option<Number>,
     parallel_tool_calls: Option<bool>,
+    #[serde(default, deserialize_with = "content::unique")]
     metadata: Option<Value>,
     previous_response_id: Option<String>,
     store: Option<bool>,
@@ -44,13 +46,22 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
     let echo = Echo {
         instructions: body.instructions.clone(),
         max_output_tokens: max_tokens,
-        temperature: body.temperature,
-        top_p: body.top_p,
+        temperature: body.temperature.clone(),
+        top_p: body.top_p.clone(),
         parallel_tool_calls: body.parallel_tool_calls.unwrap_or(true),
         metadata: body.metadata.clone().unwrap_or_else(|| json!({})),
         tool_choice: body.tool_choice.clone().unwrap_or_else(|| json!("auto")),
     };
     let previous = body.previous_response_id.filter(|id| !id.is_empty());
+    let is_empty = match &body.input {
+        // Only a request that continues a response can do without an input.
+        None => previous.is_none() && purpose == Purpose::Sample,
+        Some(TextOr::Text(text)) => text.is_empty(),
+        Some(TextOr::List(items)) => items.is_empty(),
+    };
+    if is_empty {
+        return Err(Problem::field("input", "must not be empty"));
+    }
     let asked = messages(body.input)?;
     // Results of calls of the response that is continued are put in order once that is known.
     let asked = if previous.is_some() { asked } else { answered(asked, "input")? };
@@ -59,9 +70,6 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
     let instructions = body.instructions.filter(|text| !text.is_empty());
     let instructions = instructions.map(|text| Message::new(Role::System, text));
     let messages: Vec<Message> = instructions.into_iter().chain(asked).collect();
-    if messages.is_empty() && previous.is_none() && purpose == Purpose::Sample {
-        return Err(Problem::field("input", "must not be empty"));
-    }
     let mut tools = Tools::default();
     tools.add(body.tools.unwrap_or_default(), None, "tools", 0)?;
     let effort = body.reasoning.and_then(|reasoning| reasoning.effort);
@@ -72,7 +80,10 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
         tools: tools.tools,
         max_tokens,
         stop: Vec::new(),
-        sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
+        sampling: AskedSampling {
+            temperature: body.temperature.as_ref().map(single),
+            top_p: body.top_p.as_ref().map(single),
+        },
         thinking: effort.map(|effort| effort != "none"),
         logprobs: false,
         repeats: false,
@@ -93,6 +104,12 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
     Ok((request, form))
 }
 
+/// The number as the sampler takes it, which the reply must not repeat: 0.7 would be 0.699999988.
+#[expect(clippy::cast_possible_truncation, reason = "as where a number is read as f32")]
+fn single(number: &Number) -> f32 {
+    number.as_f64().unwrap_or(f64::NAN) as f32
+}
+
 fn messages(input: Option<TextOr<Item>>) -> Result<Vec<Message>, Problem> {
     let mut history = History::default();
     match input {
@@ -111,6 +128,7 @@ fn messages(input: Option<TextOr<Item>>) -> Result<Vec<Message>, Problem> {
 mod tests {
     use super::*;
     use crate::sampler::ToolChoice;
+    use crate::wire::Envelope;
 
     fn request(body: &Value) -> Result<(SampleRequest, Responses), Problem> {
         parse(body.to_string().as_bytes(), Purpose::Sample)
@@ -136,6 +154,20 @@ mod tests {
     }
 
     #[test]
+    fn the_reply_repeats_the_numbers_of_the_request() {
+        let body = r#"{"input": "a", "temperature": 0.7, "top_p": 0.95}"#;
+        let (request, form) = parse(body.as_bytes(), Purpose::Sample).unwrap();
+        let sampling = AskedSampling { temperature: Some(0.7), top_p: Some(0.95) };
+        assert_eq!(request.sampling, sampling);
+        let envelope = Envelope { id: "1".into(), created: 0, model: "policy".into() };
+        let head = super::super::reply::head(&form, &envelope, "completed");
+        assert_eq!((&head["temperature"], &head["top_p"]), (&json!(0.7), &json!(0.95)));
+        assert_eq!(head["temperature"].to_string(), "0.7");
+        let whole = parse(br#"{"input": "a", "temperature": 1}"#, Purpose::Sample).unwrap().1;
+        assert_eq!(super::super::reply::head(&whole, &envelope, "completed")["temperature"], 1);
+    }
+
+    #[test]
     fn settings_are_understood() {
         let (request, _) = request(&json!({
             "input": "a", "max_output_tokens": 9, "reasoning": {"effort": "none"},
@@ -154,6 +186,8 @@ mod tests {
             ("background", json!(true)),
             ("prompt", json!({"id": "pmpt_1"})),
             ("input", json!([])),
+            ("input", json!("")),
+            ("input", Value::Null),
             ("input", json!(3)),
             ("max_output_tokens", json!(0)),
             ("tool_choice", json!({"type": "web_search_preview"})),
@@ -163,6 +197,16 @@ mod tests {
             body[field] = value;
             assert_eq!(request(&body).unwrap_err().field.as_deref(), Some(field), "{body}");
         }
+        for fields in [
+            json!({"input": [], "instructions": "b"}),
+            json!({"input": "", "instructions": "b"}),
+            json!({"instructions": "b"}),
+            json!({"input": "", "previous_response_id": "resp_1"}),
+            json!({"input": [], "previous_response_id": "resp_1"}),
+        ] {
+            assert_eq!(request(&fields).unwrap_err().field.as_deref(), Some("input"), "{fields}");
+        }
+        assert!(request(&json!({"previous_response_id": "resp_1"})).is_ok());
         let schema = json!({"input": "a", "text": {"format": {"type": "json_schema"}}});
         assert_eq!(request(&schema).unwrap_err().field.as_deref(), Some("text.format"));
     }

@@ -20,6 +20,7 @@ pub(super) struct ToolParam {
     kind: Option<String>,
     name: Option<String>,
     description: Option<String>,
+    #[serde(default, deserialize_with = "content::unique")]
     parameters: Option<Value>,
     format: Option<FormatParam>,
     tools: Option<Vec<ToolParam>>,

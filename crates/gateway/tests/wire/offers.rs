@@ -223,6 +223,7 @@ async fn invalid_results_are_refused_and_change_nothing() {
         r#"{"failure": {"kind": "mine"}}"#,
         r#"{"reward": 1, "metrics": {"a": NaN}}"#,
         r#"{"reward": 1, "metrics": {"": 1}}"#,
+        r#"{"reward": 1, "metrics": {"a": 1, "a": 2}}"#,
         r#"{"reward": 1, "metrics": {"a\u0000": 1}}"#,
         r#"{"reward": 1, "extra": 1}"#,
         r#"{"reward": 1} x"#,

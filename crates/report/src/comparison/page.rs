@@ -92,7 +92,7 @@ impl Comparison {
             (None, false) => "not finished".to_owned(),
         };
         let row = |name: &str, run: &ComparedRun| {
-            let steps = run.report.steps_applied + run.report.steps_skipped;
+            let steps = run.report.steps();
             vec![
                 name.to_owned(),
                 run.seed.to_string(),

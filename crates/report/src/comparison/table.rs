@@ -1,6 +1,6 @@
 //! A comparison as tables: as cells, and as Markdown.
 
-use super::{Comparison, ConfigResult, Estimate};
+use super::{ComparedRun, Comparison, ConfigResult, Estimate};
 use serde_json::Value;
 use std::fmt::Write;
 
@@ -8,7 +8,8 @@ use std::fmt::Write;
 pub(crate) const LEGEND: &str = "\
 Means ± standard error over seeds; with fewer seeds than the row has, their number follows. Pass@1 is \
 that of the newest evaluation. Best is the highest of each run's evaluations; the more there are, the \
-more it overstates the policy. Best and crash steps are by seed (– = none). \"vs first\" is the final \
+more it overstates the policy. Best and crash steps are by seed (– = none; a run without a step cannot crash \
+and says so). \"vs first\" is the final \
 Pass@1 in points minus that of the first row, paired by seed. KL, F(2), entropy and gradient norm are \
 means over the steps that have the value.";
 
@@ -54,7 +55,7 @@ impl Comparison {
                 percent(config.best_pass_at_1),
                 steps(&config.best_steps),
                 signed(config.against_first),
-                steps(&config.crash_steps),
+                crash_steps(config),
                 small(config.kl_train_infer),
                 small(config.kl_train_infer_no_replay),
                 small(config.extreme_tokens),
@@ -111,12 +112,22 @@ fn with_error(estimate: Option<Estimate>, runs: usize, write: impl Fn(f64) -> St
 }
 
 fn steps(steps: &[Option<u32>]) -> String {
-    if steps.iter().all(Option::is_none) {
-        return absent();
-    }
-    let cells: Vec<String> =
-        steps.iter().map(|step| step.map_or_else(absent, |s| s.to_string())).collect();
-    cells.join(", ")
+    by_seed(steps.iter().map(|step| step.map_or_else(absent, |step| step.to_string())))
+}
+
+fn crash_steps(config: &ConfigResult) -> String {
+    let cell = |run: &ComparedRun| match &run.report.collapse {
+        Some(collapse) => collapse.step.to_string(),
+        None if run.report.steps() == 0 => "no steps".to_owned(),
+        None => absent(),
+    };
+    by_seed(config.runs.iter().map(cell))
+}
+
+/// The cells of a configuration's runs, or a single one if none has anything to show.
+fn by_seed(cells: impl Iterator<Item = String>) -> String {
+    let cells: Vec<String> = cells.collect();
+    if cells.iter().all(|cell| *cell == absent()) { absent() } else { cells.join(", ") }
 }
 
 fn markdown_table((header, rows): (Vec<String>, Vec<Vec<String>>)) -> String {
@@ -147,6 +158,15 @@ mod tests {
         assert_eq!(other[2], "2 of 3 finished");
         assert_eq!(other[6..8], ["+5.0 ± 15.0", "–, 60, –"]);
         assert!(text.contains("a|b, seed 2: the loss of mini step 1 is not finite"), "{text}");
+    }
+
+    #[test]
+    fn a_run_without_steps_is_not_shown_as_one_that_did_not_crash() {
+        let mut comparison = comparison();
+        let report = &mut comparison.configs[1].runs[2].report;
+        (report.steps_applied, report.steps_skipped) = (0, 0);
+        let rows = comparison.table().1;
+        assert_eq!([rows[0][6].as_str(), &rows[1][6]], ["–", "–, 60, no steps"]);
     }
 
     #[test]

@@ -176,6 +176,62 @@ fn truncation_and_padding_of_a_file_do_not_apply() {
 }
 
 #[test]
+fn a_token_with_two_ids_and_an_id_of_two_tokens_are_refused_by_name() {
+    let added = |id: u32, content: &str| {
+        json!({"id": id, "content": content, "normalized": false, "special": true,
+               "single_word": false, "lstrip": false, "rstrip": false})
+    };
+    let read = |vocabulary: &str, added: &[Value]| {
+        let model = json!({"type": "BPE", "vocab": {}, "merges": []});
+        let file = json!({"version": "1.0", "added_tokens": added, "model": model});
+        let file = file.to_string().replace(r#""vocab":{}"#, &format!(r#""vocab":{vocabulary}"#));
+        Codec::read(file.as_bytes()).map_err(|error| error.to_string())
+    };
+    let vocabulary = r#"{"a":0,"b":1}"#;
+    for added in [
+        &[][..],
+        &[added(2, "<x>"), added(3, "<y>")],
+        &[added(0, "a"), added(1, "b"), added(2, "<x>")],
+        &[added(2, "<x>"), added(2, "<x>")],
+    ] {
+        let tokenizer = read(vocabulary, added).unwrap();
+        for token in added {
+            let content = token["content"].as_str().unwrap();
+            assert_eq!(tokenizer.token_to_id(content).map(Value::from), Some(token["id"].clone()));
+        }
+    }
+    for (vocabulary, added, problem) in [
+        (
+            vocabulary,
+            vec![added(2, "<x>"), added(2, "<y>")],
+            r#"the added token "<y>" has the id 2, which "<x>" has, too"#,
+        ),
+        (
+            vocabulary,
+            vec![added(2, "<x>"), added(3, "<x>")],
+            r#"the added token "<x>" has the ids 2 and 3"#,
+        ),
+        (vocabulary, vec![added(1, "<x>")], r#"the added token "<x>" has the id 1, which "b" has"#),
+        (
+            vocabulary,
+            vec![added(2, "a")],
+            r#"the added token "a" has the id 2, but would be read with the id 0"#,
+        ),
+        (
+            vocabulary,
+            vec![added(2, "<x>"), added(7, "<y>")],
+            r#"the added token "<y>" has the id 7, but would be read with the id 3"#,
+        ),
+        (r#"{"a":0,"b":1,"a":2}"#, vec![], r#"the vocabulary has "a" twice, with the ids 0 and 2"#),
+        (r#"{"a":0,"b":0}"#, vec![], r#"the vocabulary has the id 0 twice, for "a" and "b""#),
+    ] {
+        let error = read(vocabulary, &added).unwrap_err();
+        assert!(error.starts_with(problem), "{error}");
+        assert!(error.ends_with("use the model's original tokenizer.json"), "{error}");
+    }
+}
+
+#[test]
 fn other_tokenizers_are_encoded_by_the_library() {
     let prefixed = json!({"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": false,
                           "use_regex": true});

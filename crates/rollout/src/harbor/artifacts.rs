@@ -53,7 +53,7 @@ async fn read(
     let source = format!("/{relative}");
     sandbox.set_root("/").await?;
     let mut files = sandbox.read_files(std::slice::from_ref(&relative), cap).await?;
-    files.retain(|file| !file.is_link());
+    files.retain(|file| !file.is_link() && !file.is_special());
     if !files.is_empty() {
         for file in &mut files {
             file.mode &= 0o777;

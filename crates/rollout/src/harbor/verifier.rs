@@ -53,7 +53,9 @@ impl NoReward {
                 RewardProblem::Missing
                 | RewardProblem::Empty(_)
                 | RewardProblem::Link(_)
+                | RewardProblem::Special(_)
                 | RewardProblem::Invalid(_)
+                | RewardProblem::Repeated(_)
                 | RewardProblem::Ambiguous,
             ) => {
                 if is_separate {
@@ -290,23 +292,29 @@ async fn reward_files(sandbox: &mut dyn Sandbox) -> Result<Vec<FileEntry>, Sandb
 async fn read_rewards(
     sandbox: &mut dyn Sandbox,
 ) -> Result<Result<BTreeMap<String, f64>, RewardProblem>, SandboxError> {
-    let files = reward_files(sandbox).await?;
+    Ok(rewards_of(&reward_files(sandbox).await?))
+}
+
+/// The rewards in these files. Whatever has the name of a file decides, as the file would: the rewards
+/// of the other file may be those of another run of the tests.
+fn rewards_of(files: &[FileEntry]) -> Result<BTreeMap<String, f64>, RewardProblem> {
     let content = |name: &'static str| match files.iter().find(|file| file.path.ends_with(name)) {
         None => Ok(None),
         Some(file) if file.is_link() => Err(RewardProblem::Link(name)),
+        Some(file) if file.is_special() => Err(RewardProblem::Special(name)),
         Some(file) => Ok(Some(file.content.as_slice())),
     };
     let [json, text] = REWARD_FILES;
-    let read = || match content(json)? {
+    match content(json)? {
         Some(json) => rewards(Some(json), None),
         None => rewards(None, content(text)?),
-    };
-    Ok(read())
+    }
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_sandbox::LINK_MODE;
 
     fn step(rewards: Result<&[(&str, f64)], NoReward>, is_separate: bool) -> GradedStep {
         let rewards = rewards.map(|rewards| {
@@ -325,7 +333,9 @@ mod tests {
             (RewardProblem::Missing.into(), policy, environment),
             (RewardProblem::Empty("reward.txt").into(), policy, environment),
             (RewardProblem::Link("reward.json").into(), policy, environment),
+            (RewardProblem::Special("reward.json").into(), policy, environment),
             (RewardProblem::Invalid("reward.txt").into(), policy, environment),
+            (RewardProblem::Repeated("the key \"a\"".to_owned()).into(), policy, environment),
             (RewardProblem::Ambiguous.into(), policy, environment),
             (timed_out, policy, policy),
             (not_run, policy, policy),
@@ -348,6 +358,38 @@ mod tests {
                     Err(error) => panic!("{error}"),
                 }
             }
+        }
+    }
+
+    #[test]
+    fn what_is_not_a_regular_file_is_named_and_the_other_file_does_not_count() {
+        let file = |path: &str, mode: u32, content: &str| FileEntry {
+            path: format!("logs/verifier/{path}"),
+            mode,
+            content: content.into(),
+        };
+        let text = || file("reward.txt", 0o644, "1");
+        let json = || file("reward.json", 0o644, "{\"reward\": 0.5}");
+        let reward = |number: f64| Ok(BTreeMap::from([("reward".to_owned(), number)]));
+        let [folder, fifo, socket] = [0o040_755, 0o010_644, 0o140_755];
+        let special = |name| Err(RewardProblem::Special(name));
+        for (files, expected) in [
+            (vec![json(), text()], reward(0.5)),
+            (vec![text()], reward(1.0)),
+            (vec![], Err(RewardProblem::Missing)),
+            (vec![file("reward.json", folder, ""), text()], special("reward.json")),
+            (vec![file("reward.json", fifo, ""), text()], special("reward.json")),
+            (vec![file("reward.json", socket, "")], special("reward.json")),
+            (
+                vec![file("reward.json", LINK_MODE, "x"), text()],
+                Err(RewardProblem::Link("reward.json")),
+            ),
+            (vec![file("reward.txt", folder, "")], special("reward.txt")),
+            (vec![file("reward.txt", fifo, "")], special("reward.txt")),
+            (vec![file("reward.txt", LINK_MODE, "x")], Err(RewardProblem::Link("reward.txt"))),
+            (vec![json(), file("reward.txt", folder, "")], reward(0.5)),
+        ] {
+            assert_eq!(rewards_of(&files), expected, "{files:?}");
         }
     }
 

@@ -151,12 +151,36 @@ fn files_are_read_without_following_symlinks_and_within_a_cap() {
     symlink("d/a", root.join("file")).unwrap();
     File::create(root.join("sparse")).unwrap().set_len(3 << 30).unwrap();
     let asked = ["d/a", "link/a", "file", "absent", "../x", "d"];
-    let found = [("d/a", "12345"), ("file", "d/a")];
+    let found = [("d/a", "12345"), ("file", "d/a"), ("d", "")];
     let found = found.map(|(path, text)| (path.to_owned(), text.as_bytes().to_vec())).to_vec();
-    assert_eq!(read(root, &asked, 8), (found, TreeEnd::Complete { files: 2 }));
+    assert_eq!(read(root, &asked, 8), (found, TreeEnd::Complete { files: 3 }));
     assert_eq!(read(root, &asked, 7).1, TreeEnd::TooLarge("file".into()));
     assert_eq!(read(root, &["d/a"], 4).1, TreeEnd::TooLarge("d/a".into()));
     assert_eq!(read(root, &["sparse"], 1 << 20).1, TreeEnd::TooLarge("sparse".into()));
+}
+
+#[test]
+fn what_is_neither_a_file_nor_a_symlink_is_named_without_being_opened() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    std::fs::create_dir(root.join("folder")).unwrap();
+    std::fs::write(root.join("file"), "1").unwrap();
+    symlink("file", root.join("link")).unwrap();
+    let _socket = std::os::unix::net::UnixListener::bind(root.join("socket")).unwrap();
+    let status = std::process::Command::new("mkfifo").arg(root.join("fifo")).status().unwrap();
+    assert!(status.success());
+    let asked = ["folder", "file", "link", "socket", "fifo"].map(str::to_owned);
+    let mut special = Vec::new();
+    send_files(root, &asked, 9, |reply| {
+        if let Reply::TreeFile { path, mode, .. } = reply
+            && crate::protocol::is_special(mode)
+        {
+            special.push(path);
+        }
+        Ok(())
+    })
+    .unwrap();
+    assert_eq!(special, ["folder", "socket", "fifo"]);
 }
 
 #[test]

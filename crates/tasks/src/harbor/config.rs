@@ -290,6 +290,9 @@ impl Reading {
     fn healthcheck(&mut self, section: &Section<'_>) -> Result<Option<Healthcheck>, HarborProblem> {
         let Some(check) = section.section("healthcheck")? else { return Ok(None) };
         let command = check.text("command")?.ok_or_else(|| check.wrong("command", "is missing"))?;
+        let retries = check.whole("retries")?.unwrap_or(3);
+        // The first failure ends a check with a number below 1, as in Harbor.
+        let retries = u32::try_from(retries.max(0)).unwrap_or(u32::MAX);
         let mut seconds = |key, default| -> Result<f64, HarborProblem> {
             let seconds = check.number(key)?.unwrap_or(default);
             Ok(self.time(seconds, "a time of the health check"))
@@ -300,7 +303,7 @@ impl Reading {
             timeout_s: seconds("timeout_sec", 30.0)?,
             start_period_s: seconds("start_period_sec", 0.0)?,
             start_interval_s: seconds("start_interval_sec", 5.0)?,
-            retries: u32::try_from(check.whole("retries")?.unwrap_or(3)).unwrap_or(0),
+            retries,
         }))
     }
 

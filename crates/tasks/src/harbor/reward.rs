@@ -1,6 +1,7 @@
 //! Reads the reward from a verifier's files.
 
 use super::value::python_float;
+use orchestrate_types::UniqueKeys;
 use serde_json::Value;
 use std::collections::BTreeMap;
 
@@ -19,12 +20,20 @@ pub enum RewardProblem {
     /// The file has no content.
     #[error("/logs/verifier/{0} is empty")]
     Empty(&'static str),
-    /// The file is not a regular file.
+    /// The file is a symbolic link.
     #[error("/logs/verifier/{0} is a symbolic link")]
     Link(&'static str),
+    /// It is neither a regular file nor a symbolic link.
+    #[error(
+        "/logs/verifier/{0} is a folder or a special file; the tests must write a regular file"
+    )]
+    Special(&'static str),
     /// The file does not contain finite numbers.
     #[error("/logs/verifier/{0} does not contain finite numbers")]
     Invalid(&'static str),
+    /// A reward has several values.
+    #[error("/logs/verifier/reward.json: {0}; the tests must write each reward once")]
+    Repeated(String),
     /// The file contains several rewards, and none is named `reward`.
     #[error("/logs/verifier/reward.json contains several rewards, and none is named `reward`")]
     Ambiguous,
@@ -58,7 +67,7 @@ fn of_files(
     let [json_name, text_name] = REWARD_FILES;
     match (json, text) {
         (Some([]), _) => Err(RewardProblem::Empty(json_name)),
-        (Some(json), _) => of_json(json).ok_or(RewardProblem::Invalid(json_name)),
+        (Some(json), _) => of_json(json),
         (None, Some([])) => Err(RewardProblem::Empty(text_name)),
         (None, Some(text)) => {
             let number = std::str::from_utf8(text).ok().and_then(python_float);
@@ -70,8 +79,16 @@ fn of_files(
     }
 }
 
-fn of_json(json: &[u8]) -> Option<BTreeMap<String, f64>> {
-    let Value::Object(object) = serde_json::from_slice::<Value>(json).ok()? else { return None };
+/// The numbers of `reward.json`. Harbor takes the last of several with one name; which of them the tests mean
+/// is not known.
+fn of_json(json: &[u8]) -> Result<BTreeMap<String, f64>, RewardProblem> {
+    let invalid = || RewardProblem::Invalid(REWARD_FILES[0]);
+    let object = match serde_json::from_slice(json) {
+        Ok(UniqueKeys(Value::Object(object))) => object,
+        Ok(_) => return Err(invalid()),
+        Err(error) if error.is_data() => return Err(RewardProblem::Repeated(error.to_string())),
+        Err(_) => return Err(invalid()),
+    };
     let numbers = object.into_iter().map(|(name, value)| match value {
         Value::Bool(flag) => Some((name, f64::from(u8::from(flag)))),
         Value::Number(number) => {
@@ -79,7 +96,7 @@ fn of_json(json: &[u8]) -> Option<BTreeMap<String, f64>> {
         }
         _ => None,
     });
-    numbers.collect()
+    numbers.collect::<Option<_>>().ok_or_else(invalid)
 }
 
 /// The reward of an episode: the one named `reward`, or the only one.
@@ -136,6 +153,13 @@ mod tests {
             (Some("{\"reward\": NaN}"), None, invalid("reward.json")),
             (Some("{\"reward\": 1e999}"), None, invalid("reward.json")),
             (Some("1"), None, invalid("reward.json")),
+            (
+                Some("{\"reward\": 0, \"reward\": 1}"),
+                Some("1"),
+                Err(RewardProblem::Repeated(
+                    "the key \"reward\" occurs twice at line 1 column 26".to_owned(),
+                )),
+            ),
             (Some(""), Some("1"), Err(RewardProblem::Empty("reward.json"))),
         ] {
             assert_eq!(of(json, text), expected, "{json:?} {text:?}");

@@ -221,6 +221,7 @@ pub fn split(output: &[u8], nonce: &Nonce) -> (Vec<u8>, Option<Report>) {
     let report = std::str::from_utf8(&line).ok().and_then(|line| {
         let line = line.strip_prefix(PREFIX)?.strip_prefix(' ')?;
         let json = line.strip_prefix(nonce.reveal())?.strip_prefix(' ')?;
+        // One that cannot be read is as good as none, which is a finding of its own: nothing is passed.
         serde_json::from_str(json).ok()
     });
     let elsewhere = memchr::memmem::find(log, nonce.reveal().as_bytes()).is_some();

@@ -176,8 +176,10 @@ impl SweRow {
         ] {
             column::text(column, text.map_or("", String::as_str))?;
         }
-        column::tests("FAIL_TO_PASS", &self.fail_to_pass)?;
-        column::tests("PASS_TO_PASS", &self.pass_to_pass)
+        column::test_lists([
+            ("FAIL_TO_PASS", &self.fail_to_pass),
+            ("PASS_TO_PASS", &self.pass_to_pass),
+        ])
     }
 
     /// Checks the image that the row names.

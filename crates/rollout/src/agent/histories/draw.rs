@@ -102,7 +102,16 @@ impl Agent {
         }
         let dialect = DIALECTS[self.below(3)];
         let (tools, history) = self.messages(known);
-        let history = if dialect == Dialect::Chat { history } else { self.alternating(history) };
+        let mut history =
+            if dialect == Dialect::Chat { history } else { self.alternating(history) };
+        for entry in &mut history {
+            // The signature of thinking is the only place for a number.
+            if let Entry::Reply(reply) = entry
+                && (dialect != Dialect::Messages || reply.thinking.is_none())
+            {
+                reply.number = None;
+            }
+        }
         let mut stops = Vec::new();
         if dialect != Dialect::Responses && self.one_in(6) {
             // Behind the number that makes a reply unique.

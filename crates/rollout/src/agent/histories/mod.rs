@@ -240,8 +240,10 @@ impl World {
             let ids = |reply: &WireReply| -> Vec<Option<String>> {
                 reply.calls.iter().map(|call| call.id.clone()).collect()
             };
-            let is_got =
-                |(sampled, _): &(WireReply, _)| *sampled == reply && ids(sampled) == ids(&reply);
+            let is_got = |(sampled, _): &(WireReply, _)| {
+                let is_named = reply.number.is_none() || sampled.number == reply.number;
+                *sampled == reply && ids(sampled) == ids(&reply) && is_named
+            };
             let found = sampled.iter().position(is_got);
             let found = found.unwrap_or_else(|| panic!("{reply:?} is none of {sampled:?}"));
             sampled.remove(found);

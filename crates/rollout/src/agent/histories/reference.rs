@@ -76,7 +76,7 @@ pub(super) struct Reference {
     pub(super) forks: BTreeMap<ForkCause, u64>,
 }
 
-/// Whether an agent that sends `b` repeats `a`. Of a reply that was sampled, thinking and ids that the
+/// Whether an agent that sends `b` repeats `a`. Of a reply that was sampled, thinking, number and ids that the
 /// agent left out do not count.
 fn is_same(a: &Entry, b: &Entry, is_sampled: bool) -> bool {
     match (a, b) {
@@ -85,6 +85,7 @@ fn is_same(a: &Entry, b: &Entry, is_sampled: bool) -> bool {
             a.text.trim() == b.text.trim()
                 && a.calls == b.calls
                 && ids.all(|(a, b)| b.is_none() || a == b)
+                && (b.number.is_none() || a.number == b.number)
                 && (b.thinking.is_none() || a.thinking == b.thinking)
         }
         (a, b) => a == b,
@@ -343,6 +344,7 @@ impl Reference {
         versions.truncate(length);
         let ids = tokens[prompt..].to_vec();
         let mut reply = said(asked, &ids, stops);
+        reply.number = Some(calls[0].ordinal);
         for (index, call) in reply.calls.iter_mut().enumerate() {
             call.id = Some(format!("call_{:05}{index:03}", calls[0].ordinal));
         }
@@ -489,10 +491,12 @@ fn said(asked: &Asked, ids: &[u32], stops: &[String]) -> WireReply {
     let thinking = thinking.filter(|thinking| !thinking.is_empty());
     match split(text) {
         Some((before, calls)) if !calls.is_empty() => {
-            WireReply { thinking, text: before.trim_end().to_owned(), calls }
+            WireReply { number: None, thinking, text: before.trim_end().to_owned(), calls }
         }
         // A call that was cut off stays text, together with all others.
-        Some(_) | None => WireReply { thinking, text: text.to_owned(), calls: Vec::new() },
+        Some(_) | None => {
+            WireReply { number: None, thinking, text: text.to_owned(), calls: Vec::new() }
+        }
     }
 }
 

@@ -26,12 +26,33 @@ pub(super) enum Entry {
     Reply(WireReply),
 }
 
-/// A reply as a client has read it.
-#[derive(Debug, Clone, PartialEq, Default)]
+/// A reply as a client has read it. Two are equal whatever their numbers are: not every dialect has them.
+#[derive(Debug, Clone, Default)]
 pub(super) struct WireReply {
+    /// Its number among all replies, which comes and goes with its thinking; `None` if the client does not send
+    /// it back.
+    pub(super) number: Option<u32>,
     pub(super) thinking: Option<String>,
     pub(super) text: String,
     pub(super) calls: Vec<WireCall>,
+}
+
+impl PartialEq for WireReply {
+    fn eq(&self, other: &Self) -> bool {
+        self.thinking == other.thinking && self.text == other.text && self.calls == other.calls
+    }
+}
+
+/// The signature of thinking by the number of its reply.
+fn signature(number: u32) -> String {
+    base64_simd::STANDARD.encode_to_string(format!("orchestrate.{number}"))
+}
+
+/// The number in a [`signature`].
+fn signed(signature: &Value) -> Option<u32> {
+    let text = base64_simd::STANDARD.decode_to_vec(signature.as_str()?).unwrap();
+    let text = String::from_utf8(text).unwrap();
+    Some(text.strip_prefix("orchestrate.").unwrap().parse().unwrap())
 }
 
 /// A tool call. Two are equal whatever their ids are: clients may make their own.
@@ -284,10 +305,13 @@ fn turns(history: &[Entry]) -> Vec<Value> {
                 )
             }
             Entry::Reply(reply) => {
-                let thinking = reply
-                    .thinking
-                    .iter()
-                    .map(|text| json!({"type": "thinking", "thinking": text, "signature": "s"}));
+                let thinking = reply.thinking.iter().map(|text| {
+                    let mut block = json!({"type": "thinking", "thinking": text});
+                    if let Some(number) = reply.number {
+                        block["signature"] = json!(signature(number));
+                    }
+                    block
+                });
                 let text = (!reply.text.is_empty()).then(|| block(&reply.text));
                 let calls = reply.calls.iter().zip(&ids).map(|(call, id)| {
                     let (name, input) = (&call.name, call.arguments());
@@ -350,6 +374,7 @@ fn of_events(events: &[Value]) -> Value {
                 match delta["type"].as_str().unwrap() {
                     "text_delta" => append(&mut block["text"], &delta["text"]),
                     "thinking_delta" => append(&mut block["thinking"], &delta["thinking"]),
+                    "signature_delta" => block["signature"] = delta["signature"].clone(),
                     "input_json_delta" => append(&mut block["json"], &delta["partial_json"]),
                     _ => {}
                 }
@@ -381,6 +406,7 @@ fn of_message(message: &Value) -> WireReply {
         arguments: text_of(&call["function"]["arguments"]),
     });
     WireReply {
+        number: None,
         thinking: message["reasoning_content"].as_str().map(str::to_owned),
         text: text_of(&message["content"]),
         calls: calls.collect(),
@@ -408,7 +434,10 @@ fn of_blocks(blocks: &[Value]) -> WireReply {
     let mut reply = WireReply::default();
     for block in blocks {
         match block["type"].as_str().unwrap() {
-            "thinking" => reply.thinking = Some(text_of(&block["thinking"])),
+            "thinking" => {
+                reply.thinking = Some(text_of(&block["thinking"]));
+                reply.number = signed(&block["signature"]);
+            }
             "text" => reply.text.push_str(&text_of(&block["text"])),
             "tool_use" => reply.calls.push(WireCall {
                 id: Some(text_of(&block["id"])),

@@ -91,11 +91,20 @@ impl Journal {
                            start again, or repeat the original command";
                 return Err(unusable(path, why.to_owned()).into());
             }
-            for line in lines {
-                let Line { n, outcome } = serde_json::from_str(line).map_err(|error| {
-                    unusable(path, format!("it is damaged; remove it to start again: {error}"))
-                })?;
-                known.insert(n, outcome);
+            for (place, line) in lines.enumerate() {
+                // After the header.
+                let place = place + 2;
+                let damaged = |why: String| {
+                    let why =
+                        format!("its line {place} is damaged; remove it to start again: {why}");
+                    unusable(path, why)
+                };
+                let Line { n, outcome } =
+                    serde_json::from_str(line).map_err(|error| damaged(error.to_string()))?;
+                if known.insert(n, outcome).is_some() {
+                    // Two commands wrote it at the same time, or it was put together by hand.
+                    return Err(damaged(format!("fault {n} has two outcomes")).into());
+                }
             }
         }
         let failed = |source| OutputError { file: path.to_owned(), source };
