@@ -501,6 +501,53 @@ fn predictions_keep_every_byte_of_a_patch() {
 }
 
 #[test]
+fn predictions_with_two_patches_that_differ_are_refused_with_both_keys() {
+    let folder = Folder::new();
+    let diff = "diff --git a/a.py b/a.py\n--- a/a.py\n+++ b/a.py\n@@ -1 +1 @@\n-a\n+b\n";
+    for (bad, expected) in [
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": "", "test_result": {"git_patch": diff}}),
+            "has no patch, unlike `test_result.git_patch` in `model_patch`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": null, "patch": diff}),
+            "has no patch, unlike `patch` in `model_patch`; keep the one that is meant",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": " \n", "full_output": diff}),
+            "has no patch, unlike `full_output`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "test_result": {"git_patch": format!("{diff}+c\n")}}),
+            "has another patch than `test_result.git_patch` in `model_patch`",
+        ),
+        (
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "prediction": format!("{diff}+c\n")}),
+            "has another patch than `prediction` in `model_patch`",
+        ),
+    ] {
+        let error = predictions::read(&folder.file("p", bad.to_string().as_bytes())).unwrap_err();
+        let error = error.to_string();
+        assert!(error.contains("entry 1") && error.contains(expected), "{bad}: {error}");
+    }
+    // Of one agent's output, and merged with a row of the data set.
+    for (patch, more) in [
+        (json!(diff), json!({"test_result": {"git_patch": format!("{diff}\n")}})),
+        (
+            json!(diff),
+            json!({"patch": "diff --git a/b b/b\n", "full_output": "diff --git a/c b/c\n"}),
+        ),
+        (json!(""), json!({"test_patch": diff, "full_output": "I gave up."})),
+    ] {
+        let mut entry =
+            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": patch});
+        entry.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
+        let read = predictions::read(&folder.file("p", entry.to_string().as_bytes())).unwrap();
+        assert_eq!(read[0].model_patch.as_deref(), patch.as_str());
+    }
+}
+
+#[test]
 fn predictions_with_other_keys_are_refused_with_entry_and_key() {
     let folder = Folder::new();
     let good = json!({"instance_id": "a", "model_name_or_path": "m", "model_patch": null});
@@ -522,26 +569,6 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
         (
             json!({"instance_id": "b", "model_name_or_path": "m", "test_result": {"git_patch": diff}}),
             "`test_result.git_patch`",
-        ),
-        (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": "", "test_result": {"git_patch": diff}}),
-            "has no patch, unlike `test_result.git_patch` in `model_patch`",
-        ),
-        (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": null, "patch": diff}),
-            "has no patch, unlike `patch` in `model_patch`; keep the one that is meant",
-        ),
-        (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": " \n", "full_output": diff}),
-            "has no patch, unlike `full_output`",
-        ),
-        (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "test_result": {"git_patch": format!("{diff}+c\n")}}),
-            "has another patch than `test_result.git_patch` in `model_patch`",
-        ),
-        (
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": diff, "prediction": format!("{diff}+c\n")}),
-            "has another patch than `prediction` in `model_patch`",
         ),
         (json!({"instance_id": "b", "model_name_or_path": "m", "cost": 1}), "`cost`"),
         (json!({"instance_id": "b", "model": "m", "model_patch": diff}), "`model_name_or_path`?"),
@@ -589,21 +616,6 @@ fn predictions_with_other_keys_are_refused_with_entry_and_key() {
         "patch": "gold", "full_output": "text", "cost": 0.5, "prediction": "another"});
     let read = predictions::read(&folder.file("p", more.to_string().as_bytes())).unwrap();
     assert_eq!(read[0].model_patch.as_deref(), Some(diff));
-    // Of one agent's output, and merged with a row of the data set.
-    for (patch, more) in [
-        (json!(diff), json!({"test_result": {"git_patch": format!("{diff}\n")}})),
-        (
-            json!(diff),
-            json!({"patch": "diff --git a/b b/b\n", "full_output": "diff --git a/c b/c\n"}),
-        ),
-        (json!(""), json!({"test_patch": diff, "full_output": "I gave up."})),
-    ] {
-        let mut entry =
-            json!({"instance_id": "b", "model_name_or_path": "m", "model_patch": patch});
-        entry.as_object_mut().unwrap().extend(more.as_object().unwrap().clone());
-        let read = predictions::read(&folder.file("p", entry.to_string().as_bytes())).unwrap();
-        assert_eq!(read[0].model_patch.as_deref(), patch.as_str());
-    }
 
     let keyed =
         json!({"a": good, "b": {"instance_id": "a", "model_name_or_path": "m", "model_patch": ""}});

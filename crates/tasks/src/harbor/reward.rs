@@ -85,9 +85,8 @@ fn of_json(json: &[u8]) -> Result<BTreeMap<String, f64>, RewardProblem> {
     let invalid = || RewardProblem::Invalid(REWARD_FILES[0]);
     let object = match serde_json::from_slice(json) {
         Ok(UniqueKeys(Value::Object(object))) => object,
-        Ok(_) => return Err(invalid()),
         Err(error) if error.is_data() => return Err(RewardProblem::Repeated(error.to_string())),
-        Err(_) => return Err(invalid()),
+        Ok(_) | Err(_) => return Err(invalid()),
     };
     let numbers = object.into_iter().map(|(name, value)| match value {
         Value::Bool(flag) => Some((name, f64::from(u8::from(flag)))),
