@@ -51,7 +51,8 @@ settings! {
     /// Folder of this machine that becomes `/opt/agent` in the sandbox, as an image layer that is built
     /// once per image.
     folder: Option<Utf8PathBuf> = None => "none";
-    /// Additional environment variables, as `NAME=VALUE`.
+    /// Additional environment variables, as `NAME=VALUE`. The values are kept in the run's `plan.toml` and shown
+    /// nowhere.
     env: Vec<String> = Vec::new();
     /// Port of the container's loopback on which the gateway listens.
     port: u16 = 4180, between(1, 65_535);
