@@ -136,9 +136,10 @@ impl Layers {
     fn assign(&mut self, assignment: &str) {
         let key = assignment.split_once('=').map_or(assignment, |(key, _)| key).trim();
         let hides = |secret: &&str| is_within(key, secret) || is_within(secret, key);
-        let place = match self.secrets.iter().any(hides) {
-            true => format!("--set {key}={NOT_SHOWN}"),
-            false => format!("--set {assignment}"),
+        let place = if self.secrets.iter().any(hides) {
+            format!("--set {key}={NOT_SHOWN}")
+        } else {
+            format!("--set {assignment}")
         };
         match assignment_as_toml(assignment) {
             Some(text) => self.add(&text, &|_| place.clone()),

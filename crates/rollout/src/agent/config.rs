@@ -164,7 +164,7 @@ mod tests {
             ..own
         };
         let problems = wrong.check().unwrap_err();
-        let found = problems.iter().map(|problem| problem.to_string());
+        let found = problems.iter().map(ToString::to_string);
         let found: Vec<String> =
             found.map(|text| text.split_once(": ").unwrap().0.to_owned()).collect();
         assert_eq!(
