@@ -73,7 +73,10 @@ pub fn say(message: impl std::fmt::Display) {
 }
 
 /// A number with what it counts, e.g. `1 task` or `2 tasks`.
-pub(crate) fn counted<N: std::fmt::Display + PartialEq + From<u8>>(count: N, noun: &str) -> String {
+pub(crate) fn counted<N>(count: N, noun: &str) -> String
+where
+    N: Copy + std::fmt::Display + PartialEq + From<u8>,
+{
     let ending = if count == N::from(1) { "" } else { "s" };
     format!("{count} {noun}{ending}")
 }
