@@ -95,7 +95,9 @@ fn comparison_in_the_docs_has_valid_settings() {
 #[test]
 fn all_shipped_configs_are_valid_and_the_schema_is_current() {
     let files = |folder: &str| std::fs::read_dir(orchestrate_e2e::root().join(folder)).unwrap();
-    for entry in files("configs").chain(files("configs/compare")) {
+    let examples =
+        files("examples").flat_map(|folder| std::fs::read_dir(folder.unwrap().path()).unwrap());
+    for entry in files("configs").chain(files("configs/compare")).chain(examples) {
         let path = entry.unwrap().path();
         if path.extension().is_some_and(|e| e == "toml") {
             let output = run(&["config", "check", "--config", path.to_str().unwrap()]).unwrap();

@@ -175,6 +175,42 @@ fn every_command_in_the_docs_parses() {
     assert!(checked > 20, "{checked} commands found");
 }
 
+/// The settings of a command that starts a run or an evaluation.
+fn settings(command: &[String]) -> Vec<&str> {
+    let starts = ["run", "eval"].contains(&command.get(1).map_or("", String::as_str));
+    if !starts || command.iter().any(|word| word == "--resume") {
+        return Vec::new();
+    }
+    let pairs = command.windows(2).filter(|pair| ["--config", "--set"].contains(&pair[0].as_str()));
+    // A folder with an agent is the reader's own.
+    let pairs = pairs.filter(|pair| !pair[1].starts_with("agent.folder="));
+    pairs.flatten().map(String::as_str).collect()
+}
+
+#[test]
+fn the_settings_of_every_command_in_the_docs_are_valid() {
+    let program = orchestrate_e2e::built_program("orchestrate").unwrap();
+    let (mut wrong, mut checked) = (Vec::new(), 0);
+    for (path, text) in pages() {
+        for command in commands(&text) {
+            let settings = settings(&command);
+            if settings.is_empty() {
+                continue;
+            }
+            let mut check = Command::new(&program);
+            check.args(["config", "check"]).args(&settings);
+            let output = check.current_dir(orchestrate_e2e::root()).output().unwrap();
+            checked += 1;
+            if !output.status.success() {
+                let error = String::from_utf8_lossy(&output.stderr);
+                wrong.push(format!("{}: {}\n{error}", path.display(), command.join(" ")));
+            }
+        }
+    }
+    assert!(wrong.is_empty(), "settings that do not pass:\n{}", wrong.join("\n"));
+    assert!(checked > 8, "{checked} commands found");
+}
+
 #[test]
 fn every_toml_snippet_in_the_docs_is_valid() {
     let folder = tempfile::tempdir().unwrap();

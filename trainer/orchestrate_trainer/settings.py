@@ -55,7 +55,7 @@ class Hyperparameters:
     mini_steps: int
     #: Maximum number of tokens in one forward and backward pass; gradients accumulate over passes.
     micro_batch_tokens: int
-    #: AdamW learning rate. A run requires a rate above 0.
+    #: AdamW learning rate. A run requires at least 1e-12.
     learning_rate: float
     #: AdamW decay rates of the first and second moment.
     betas: tuple[float, float]

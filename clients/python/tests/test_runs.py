@@ -309,7 +309,7 @@ def test_secrets_are_checked_and_agents_never_get_the_workers_secret(start_run: 
         outcomes = run.rows("SELECT attempt_id, outcome FROM attempts WHERE outcome IS NOT NULL")
         by_attempt = {attempt: json.loads(outcome) for attempt, outcome in outcomes}
         truncated = by_attempt[taken[2].taken.attempt]
-        assert (truncated["limit"], truncated["reward"]) == ("sandbox_damage", 0.0)
+        assert (truncated["limit"], truncated["reward"]) == ("agent_failure", 0.0)
         assert by_attempt[taken[3].taken.attempt]["limit"] == "episode_time"
         assert "mine" in by_attempt[taken[4].taken.attempt]["error"]
 

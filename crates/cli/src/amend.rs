@@ -34,7 +34,6 @@ pub(crate) const AMENDABLE: &[&str] = &[
     "engine.tls_ca",
     "engine.tls_cert",
     "engine.tls_key",
-    "engine.request_timeout",
     "engine.sync_timeout",
     "engine.start_timeout",
     "engine.max_in_flight",

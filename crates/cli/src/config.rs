@@ -19,10 +19,10 @@ use orchestrate_rollout::{
 use orchestrate_routing::RoutingSection;
 use orchestrate_sandbox::{DockerHostSection, SandboxSection};
 use orchestrate_settings::{
-    Layers, NOT_SHOWN, Origins, Problems, Section, SectionKeys, at_least, documentation, settings,
+    Layers, Origins, Problems, Section, SectionKeys, at_least, documentation, settings,
 };
 use orchestrate_sinks::SinksSection;
-use orchestrate_types::{ConfigProblem, Found, has_credentials};
+use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN, has_credentials, without_credentials};
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
 use std::fmt;
@@ -131,6 +131,7 @@ macro_rules! sections {
 
             /// Removes the value of `key`, e.g. `rollout.history`.
             fn clear(&mut self, key: &str) {
+                self.origins.forget(key);
                 let Some((section, key)) = key.split_once('.') else { return };
                 match section {
                     $(stringify!($name) => self.$name.clear(key),)*
@@ -178,48 +179,56 @@ fn without_defaults(schema: &mut Schema) {
 const ALTERNATIVES: &[&[&str]] =
     &[&["engine.url", "engine.urls", "engine.discover"], &["sandbox.docker_host", "sandbox.hosts"]];
 
+/// Keys whose values may be secrets: the variables of an agent have keys of other services.
+const SECRETS: &[&str] = &["agent.env"];
+
 fn layers() -> Layers {
-    Layers::of::<Sections>().with_alternatives(ALTERNATIVES)
+    Layers::of::<Sections>().with_alternatives(ALTERNATIVES).with_secrets(SECRETS)
 }
 
-/// Reads and merges all layers of `source`. What a later layer leaves unread of an earlier file is left out,
+/// Reads and merges all layers of `source`. What a later layer leaves unread of an earlier one is left out,
 /// with a warning.
 ///
 /// # Errors
 /// If a layer cannot be read, is not TOML, has an unknown key or a value of the wrong type: with
 /// these, every other problem of the configuration.
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
-    let (sections, left_out) = load_composed(source)?;
+    let (sections, left_out) = load_layers(&source.files, &[&source.sets])?;
     for problem in left_out {
         output::say(format!("warning: not read: {problem}"));
     }
     Ok(sections)
 }
 
-/// As [`load`], with what was left out.
-fn load_composed(source: &ConfigSource) -> Result<(Sections, Vec<ConfigProblem>), ConfigError> {
-    let texts: Vec<_> = source.files.iter().map(|file| (file, read_limited(file))).collect();
-    let composed = |files: &[(&Utf8PathBuf, std::io::Result<String>)], sets: &[String]| {
+/// As [`load`], of `files` and then of each list of assignments, with what was left out.
+pub(crate) fn load_layers(
+    files: &[Utf8PathBuf],
+    sets: &[&[String]],
+) -> Result<(Sections, Vec<ConfigProblem>), ConfigError> {
+    let texts: Vec<_> = files.iter().map(|file| (file, read_limited(file))).collect();
+    let composed = |count: usize| {
         let mut layers = layers();
-        for (file, text) in files {
+        for (file, text) in texts.iter().take(count) {
             match text {
                 Ok(text) => layers.add_file(file.as_str(), text),
                 Err(error) => layers.add_unreadable(file.as_str(), error),
             }
         }
-        layers.add_assignments(sets);
+        for sets in sets.iter().take(count.saturating_sub(texts.len())) {
+            layers.add_assignments(sets);
+        }
         merged(layers)
     };
-    let mut sections = composed(&texts, &source.sets)?;
+    let all = texts.len() + sets.len();
+    let mut sections = composed(all)?;
     let mut left_out = sections.unread();
-    // A file whose own settings leave a key unread has a fault that no later layer excuses.
+    // A layer that with those before it leaves a key of its own unread has a fault that no later one excuses.
     left_out.retain(|problem| {
-        let origin = problem.origin.as_deref().unwrap_or_default();
-        let is_of = |file: &Utf8PathBuf| origin.starts_with(&format!("{file}:"));
-        let Some(place) = texts.iter().rposition(|(file, _)| is_of(file)) else { return false };
-        let until_there = texts.get(..=place).unwrap_or_default();
-        composed(until_there, &[])
-            .is_ok_and(|earlier| earlier.unread().iter().all(|other| other.key != problem.key))
+        let key = problem.key.as_str();
+        let Some(origin) = sections.origins.of(key) else { return false };
+        let mut earlier = (1..all).filter_map(|count| composed(count).ok());
+        let written = earlier.find(|earlier| earlier.origins.of(key) == Some(origin));
+        written.is_some_and(|earlier| earlier.unread().iter().all(|other| other.key != key))
     });
     for problem in &left_out {
         sections.clear(&problem.key);
@@ -241,27 +250,28 @@ fn read_limited(file: &Utf8Path) -> std::io::Result<String> {
 
 /// Reads the plan that a run of this version or an older one stored; `name` stands for it in messages.
 pub(crate) fn parse_layer(name: &str, text: &str) -> Result<Sections, ConfigError> {
-    parse_plan(name, text, &[])
+    parse_plan(name, text, &[], &[])
 }
 
-/// As [`parse_layer`], with assignments that win over the plan. What the plan sets and nothing reads any more,
-/// because of an assignment or in this version, is left out; no assignment could remove it.
+/// As [`parse_layer`], with assignments that win over the plan: those that the run has recorded, and new ones. What
+/// the plan and the recorded ones set and nothing reads any more, because of a later one or in this version, is
+/// left out; no assignment could remove it.
 pub(crate) fn parse_plan(
     name: &str,
     text: &str,
-    assignments: &[String],
+    recorded: &[String],
+    new: &[String],
 ) -> Result<Sections, ConfigError> {
     let mut layers = layers();
     layers.add_file(name, text);
-    for assignment in assignments {
+    for assignment in recorded.iter().chain(new) {
         layers.add_assignment(assignment);
     }
-    let sections = merged(layers)?;
-    let mut sections =
-        Sections { algorithm: sections.algorithm.clone().without_unused_norm(), ..sections };
+    let mut sections = merged(layers)?;
     for problem in sections.unread() {
-        let is_assigned = problem.origin.is_some_and(|origin| origin.starts_with("--set "));
-        if !is_assigned {
+        let assigned = problem.origin.as_deref().and_then(|origin| origin.strip_prefix("--set "));
+        let is_of = |sets: &[String]| sets.iter().any(|set| Some(set.as_str()) == assigned);
+        if assigned.is_none() || (is_of(recorded) && !is_of(new)) {
             sections.clear(&problem.key);
         }
     }
@@ -329,8 +339,24 @@ impl Sections {
         Ok(Self::from_settings(&self.check()?, self.origins.clone()))
     }
 
-    /// The configuration in TOML; values that are not defaults have a comment that says where they
-    /// were written.
+    /// The same configuration without the values of an agent's variables, and without the secrets of URLs.
+    pub(crate) fn without_secrets(&self) -> Self {
+        let mut shown = self.clone();
+        for variable in shown.agent.env.iter_mut().flatten() {
+            *variable = match variable.split_once('=') {
+                Some((name, _)) => format!("{name}={NOT_SHOWN}"),
+                None => NOT_SHOWN.to_owned(),
+            };
+        }
+        let servers = shown.rollout.tool_servers.iter_mut().flatten();
+        for url in servers.filter_map(|server| server.url.as_mut()) {
+            *url = without_credentials(url).into_owned();
+        }
+        shown
+    }
+
+    /// The configuration in TOML, without secrets; values that are not defaults have a comment that says
+    /// where they were written.
     ///
     /// # Errors
     /// If it cannot be written in TOML.
@@ -338,7 +364,7 @@ impl Sections {
         let mut section = String::new();
         let mut text = String::new();
         let mut in_string = false;
-        for line in toml::to_string(self)?.lines() {
+        for line in toml::to_string(&self.without_secrets())?.lines() {
             text.push_str(line);
             let delimiters = line.matches("\"\"\"").count() + line.matches("'''").count();
             if in_string || !delimiters.is_multiple_of(2) {
@@ -351,7 +377,7 @@ impl Sections {
             } else if let Some((key, _)) = line.split_once(" = ")
                 && let Some(origin) = self.origins.of(&format!("{section}.{key}"))
             {
-                text = format!("{text}  # {origin}");
+                text = format!("{text}  # {}", without_credentials(origin));
             }
             text.push('\n');
         }
@@ -382,7 +408,8 @@ const PAGE_HEAD: &str = "\
 Settings are read from TOML files (`--config FILE`, more than once if needed) and from assignments
 (`--set rollout.group_size=8`). Later ones win, tables merge, lists replace. Unknown keys are errors,
 and so are keys that nothing reads with the other settings, unless they have their default. What a later
-file or assignment leaves unread of an earlier file is left out with a warning. A later `engine.url`,
+layer (a file, the assignments, a variant of `orchestrate compare`) leaves unread of an earlier one is left
+out with a warning. A later `engine.url`,
 `engine.urls` or `engine.discover` replaces the others, and so do `sandbox.docker_host` and `sandbox.hosts`.
 `orchestrate config check` reports every problem, and `orchestrate config show` prints all values
 with where they were set.
@@ -460,6 +487,21 @@ fn check_unread(
         let why = "only applies with rollout.scaffold = \"outside\"";
         refuse_unread(&sections.gateway, &sections.gateway.given(), why, problems);
     }
+    let tasks = sections.tasks.fill();
+    if are_read(&["tasks", "run"]) && (tasks.file.is_some() || tasks.held_out_file.is_some()) {
+        let why = "only applies to generated tasks, not with tasks.file or tasks.held_out_file";
+        refuse_unread(&sections.run, &["eval_held_out_families"], why, problems);
+    }
+    let replay = sections.algorithm.fill().routing_replay;
+    if are_read(&["algorithm", "diagnostics", "routing", "handoff"])
+        && !replay.replays_rollout()
+        && sections.diagnostics.fill().no_replay_every == 0
+    {
+        let why = "does not apply without routing rows, which only algorithm.routing_replay = \"rollout\" \
+                   or \"predictive\" and diagnostics.no_replay_every need";
+        refuse_unread(&sections.routing, &sections.routing.given(), why, problems);
+        refuse_unread(&sections.handoff, &sections.handoff.given(), why, problems);
+    }
     if are_read(&["engine", "embedded"]) && !engine.is_embedded() {
         let why = "only applies to the embedded engine, not with an inference server";
         refuse_unread(&sections.embedded, &sections.embedded.given(), why, problems);
@@ -526,7 +568,7 @@ fn check_secrets(sections: &Sections, problems: &mut Vec<ConfigProblem>) {
 }
 
 /// Whether an address has a query, in which some servers expect a key.
-fn has_query(address: &str) -> bool {
+pub(crate) fn has_query(address: &str) -> bool {
     address.contains("://") && address.contains('?')
 }
 
@@ -545,6 +587,17 @@ impl Settings {
                           kept, the trainer does not, so every importance ratio would be biased \
                           (orchestrate eval may use a lower value)";
             problems.push(ConfigProblem::new("rollout.top_p", top_p, remedy));
+        }
+        let group_size = self.rollout.group_size;
+        if group_size < 2 {
+            let remedy = "must be at least 2 for a run: an episode is trained on only if its reward differs \
+                          from another one of its group (orchestrate eval uses run.eval_samples instead)";
+            problems.push(ConfigProblem::new("rollout.group_size", group_size, remedy));
+        }
+        if self.tasks.file.is_none() && self.tasks.held_out_file.is_some() {
+            let remedy = "must name the rows to train on for a run: tasks.held_out_file replaces the \
+                          generated tasks (orchestrate eval needs no tasks.file)";
+            problems.push(ConfigProblem::missing("tasks.file", remedy));
         }
         if problems.is_empty() { Ok(()) } else { Err(ConfigError::Problems(problems)) }
     }
@@ -589,7 +642,8 @@ mod tests {
                  \"512MiB\" or \"4GB\", or a number of bytes\n  \
                  {two}:3:1: run.eval_samples = 0: must be at least 1\n  \
                  {one}:3:1: rollout.group_size = 0: must be at least 1\n  \
-                 --set algorithm.gae_lambda=0.9: only applies with policy_loss = \"ppo\"; remove it"
+                 --set algorithm.gae_lambda=0.9: only applies with policy_loss = \"ppo\"; remove it, or \
+                 set its default, 1.0"
             )
         );
     }
@@ -626,14 +680,22 @@ mod tests {
         let server = "engine.url=http://a:1";
         let chat = ["engine.kind=openai", "engine.served_model=m", "engine.tokenizer=m", server];
         let agent = ["rollout.scaffold=command", "agent.command=run"];
+        let no_rows = ["algorithm.routing_replay=none", "diagnostics.no_replay_every=0"];
         // Each key by itself: what makes it unread, and what makes it read.
-        let cases: [(&str, &[&str], &[&str]); 6] = [
+        let cases: [(&str, &[&str], &[&str]); 13] = [
             ("agent.port=99", &[], &agent),
             ("gateway.lease=5s", &agent, &["rollout.scaffold=outside"]),
             ("embedded.max_running=3", &[server], &[]),
             ("run.keep_checkpoints=9", &["trainer.url=http://a:1"], &[server]),
             ("rollout.thinking=true", &chat, &[server]),
             ("rollout.history=template", &chat, &[server]),
+            ("engine.require_routed_experts=false", &[], &[server]),
+            ("engine.api_key_env=KEY", &[], &[server]),
+            ("engine.tls_ca=ca.pem", &[], &["engine.url=https://a:1"]),
+            ("engine.request_timeout=5s", &[server], &[]),
+            ("run.eval_held_out_families=3", &["tasks.held_out_file=rows"], &[]),
+            ("routing.mixed=drop", &no_rows, &no_rows[..1]),
+            ("handoff.share_prefix_rows=true", &no_rows, &no_rows[1..]),
         ];
         for (set, unread_with, read_with) in cases {
             let key = set.split_once('=').unwrap().0;
@@ -656,11 +718,9 @@ mod tests {
         let agent = file("agent.toml", "[rollout]\nscaffold = \"command\"\n");
         let late = file("late.toml", "[rollout]\ncommand_timeout = \"20s\"\n");
         let composed = |files: &[&Utf8PathBuf], sets: &[&str]| {
-            let source = ConfigSource {
-                files: files.iter().map(|&file| file.clone()).collect(),
-                sets: sets.iter().map(|&set| set.to_owned()).collect(),
-            };
-            let (sections, left_out) = load_composed(&source).unwrap();
+            let files: Vec<Utf8PathBuf> = files.iter().map(|&file| file.clone()).collect();
+            let sets: Vec<String> = sets.iter().map(|&set| set.to_owned()).collect();
+            let (sections, left_out) = load_layers(&files, &[&sets]).unwrap();
             let left_out: Vec<String> = left_out.iter().map(ToString::to_string).collect();
             (left_out, sections.rollout.command_timeout, sections.unread().len())
         };
@@ -679,9 +739,80 @@ mod tests {
             assert_eq!((left_out.len(), refused), (0, 1), "{files:?}");
             assert!(timeout.is_some());
         }
+        // The value in force is the default, which was written nowhere.
+        let (sections, _) = load_layers(&[base.clone(), agent.clone()], &[]).unwrap();
+        let shown = sections.with_defaults().unwrap().annotated().unwrap();
+        assert!(shown.contains("\ncommand_timeout = \"90s\"\n"), "{shown}");
         // A later layer may make read again what an earlier one left unread.
         let again = composed(&[&base, &agent], &["rollout.scaffold=tools"]);
         assert_eq!((again.0.len(), again.2), (0, 0));
+    }
+
+    #[test]
+    fn assignments_of_an_earlier_layer_are_left_out_and_those_of_the_same_one_are_refused() {
+        let strings =
+            |texts: &[&str]| texts.iter().map(|&text| text.to_owned()).collect::<Vec<_>>();
+        let earlier = strings(&[
+            "algorithm.clip_low=0.3",
+            "algorithm.dual_clip=4",
+            "algorithm.router_shift=before_clip",
+            "algorithm.router_shift_floor=0.9",
+            "rollout.tool_servers=[{ name = \"docs\", url = \"http://127.0.0.1:1/mcp\" }]",
+        ]);
+        let later = strings(&["algorithm.policy_loss=sapo", "rollout.scaffold=mini"]);
+        let (sections, left_out) = load_layers(&[], &[&earlier, &later]).unwrap();
+        let keys: Vec<&str> = left_out.iter().map(|problem| problem.key.as_str()).collect();
+        let expected = earlier.iter().map(|set| set.split_once('=').unwrap().0);
+        let mut expected: Vec<&str> = expected.collect();
+        expected.sort_unstable_by_key(|key| keys.iter().position(|known| known == key));
+        assert_eq!(keys, expected);
+        let settings = sections.check().unwrap();
+        assert_eq!(settings.algorithm.policy_loss().name(), "sapo");
+        assert!(settings.rollout.tool_servers.is_empty());
+        let together = [earlier.as_slice(), &later].concat();
+        let (sections, left_out) = load_layers(&[], &[&together]).unwrap();
+        assert_eq!((left_out.len(), sections.unread().len()), (0, earlier.len()));
+    }
+
+    #[test]
+    fn recorded_changes_are_left_out_where_a_new_one_leaves_them_unread() {
+        let changed = |recorded: &str, new: &str| {
+            let (recorded, new) = ([recorded.to_owned()], [new.to_owned()]);
+            parse_plan("plan.toml", "", &recorded, &new).unwrap().check()
+        };
+        assert_eq!(
+            changed("sandbox.pull_ahead=3", "sandbox.pull=never").unwrap().sandbox.pull_ahead,
+            4
+        );
+        assert!(changed("sandbox.pull=never", "sandbox.pull_ahead=3").is_err());
+        changed("engine.request_timeout=5s", "run.steps=3").unwrap();
+    }
+
+    #[test]
+    fn secrets_of_the_configuration_are_shown_nowhere() {
+        let folder = tempfile::tempdir().unwrap();
+        let file = Utf8PathBuf::try_from(folder.path().join("a.toml")).unwrap();
+        let env = "[\"KEY=canary\", \"canary\"]";
+        let server = "[{ name = \"docs\", url = \"http://127.0.0.1:1/mcp?token=canary\" }]";
+        fs_err::write(&file, format!("[agent]\nenv = {env}\n[rollout]\ntool_servers = {server}\n"))
+            .unwrap();
+        let sets = [format!("agent.env={env}"), format!("rollout.tool_servers={server}")];
+        for (files, sets) in [(&[file][..], &[][..]), (&[], &sets)] {
+            let (sections, _) = load_layers(files, &[sets]).unwrap();
+            let shown = sections.annotated().unwrap();
+            assert!(
+                shown.contains("KEY=(not shown)") && shown.contains("/mcp?(not shown)"),
+                "{shown}"
+            );
+            let error = sections.check().unwrap_err().to_string();
+            assert!(error.contains("agent.env[1] = \"(not shown)\""), "{error}");
+            assert!(!format!("{shown}{error}").contains("canary"), "{shown}{error}");
+        }
+        // Nor where the value has the wrong type, or is inside of a table.
+        for set in ["agent.env=canary", "agent.env=[1, \"canary\"]", "agent={ env = \"canary\" }"] {
+            let error = load_layers(&[], &[&[set.to_owned()]]).unwrap_err().to_string();
+            assert!(error.contains("agent.env") && !error.contains("canary"), "{error}");
+        }
     }
 
     #[test]
@@ -708,7 +839,7 @@ mod tests {
             (&["engine.url=http://c:1", "engine.discover=http://d:1"], [None, Some("http://d:1")]),
         ] {
             let sets: Vec<String> = sets.iter().map(|&set| set.to_owned()).collect();
-            let sections = parse_plan("plan.toml", plan, &sets).unwrap();
+            let sections = parse_plan("plan.toml", plan, &[], &sets).unwrap();
             let engine = &sections.engine;
             assert_eq!([engine.url.as_deref(), engine.discover.as_deref()], expected);
             assert_eq!(engine.urls, None);
@@ -724,7 +855,7 @@ mod tests {
         let plan = "[sandbox]\nmirror = \"m.local:5000\"\n[embedded]\nweight_format = \"f32\"\n";
         let resumed = |sets: &[&str]| {
             let sets: Vec<String> = sets.iter().map(|&set| set.to_owned()).collect();
-            parse_plan("plan.toml", plan, &sets).unwrap().check()
+            parse_plan("plan.toml", plan, &[], &sets).unwrap().check()
         };
         assert_eq!(resumed(&[]).unwrap().sandbox.mirror.as_deref(), Some("m.local:5000"));
         let without = resumed(&["sandbox.pull=never", "engine.url=http://a:1"]).unwrap();
@@ -751,6 +882,30 @@ mod tests {
         let again = parse_layer("plan.toml", &text).unwrap();
         assert_eq!(again, whole);
         assert_eq!(again.with_defaults().unwrap(), whole);
+    }
+
+    #[test]
+    fn what_cannot_train_is_refused_for_a_run_alone() {
+        for (assignments, key) in [
+            (&["rollout.group_size=1"][..], "rollout.group_size"),
+            (&["rollout.group_size=1", "algorithm.policy_loss=ppo"], "rollout.group_size"),
+            (&["rollout.top_p=0.9"], "rollout.top_p"),
+            (&["tasks.held_out_file=rows"], "tasks.file"),
+            (&["tasks.held_out_file=rows", "rollout.scaffold=outside"], "tasks.file"),
+        ] {
+            // An evaluation can do with it.
+            let settings = sets(assignments).unwrap().check().unwrap();
+            let Err(ConfigError::Problems(problems)) = settings.check_training() else {
+                panic!("{assignments:?}")
+            };
+            let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
+            assert_eq!(keys, [key]);
+        }
+        for assignments in
+            [&["rollout.group_size=2"][..], &["tasks.held_out_file=r", "tasks.file=r"]]
+        {
+            sets(assignments).unwrap().check().unwrap().check_training().unwrap();
+        }
     }
 
     #[test]

@@ -3,6 +3,7 @@
 //! as input that cannot be used is [`InputError`] (3), a file that cannot be written is
 //! [`OutputError`] (6).
 
+use crate::output::counted;
 use camino::Utf8PathBuf;
 use orchestrate_tasks::swe::LogError;
 use std::io;
@@ -16,7 +17,7 @@ pub enum UsageError {
     #[error(transparent)]
     Cpu(#[from] orchestrate_cpu::UnknownLimit),
     /// No such task in the environment.
-    #[error("no task `{id}` among {known} tasks (orchestrate tasks list)")]
+    #[error("no task `{id}` among {} (orchestrate tasks list)", counted(*known, "task"))]
     UnknownTask {
         /// As given.
         id: String,

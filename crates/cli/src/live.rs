@@ -201,7 +201,7 @@ impl Stage {
 
 fn start_text(run: &RunId, epoch: i64, next_step: u32, steps: u32) -> String {
     if epoch <= 1 {
-        format!("run {run} starts: {steps} steps")
+        format!("run {run} starts: {}", output::counted(steps, "step"))
     } else if next_step <= steps {
         format!("run {run} resumes at step {next_step} of {steps}")
     } else {

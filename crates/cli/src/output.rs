@@ -72,6 +72,15 @@ pub fn say(message: impl std::fmt::Display) {
     let _ = writeln!(std::io::stderr().lock(), "{shown}");
 }
 
+/// A number with what it counts, e.g. `1 task` or `2 tasks`.
+pub(crate) fn counted<N>(count: N, noun: &str) -> String
+where
+    N: Copy + std::fmt::Display + PartialEq + From<u8>,
+{
+    let ending = if count == N::from(1) { "" } else { "s" };
+    format!("{count} {noun}{ending}")
+}
+
 /// A message in one line of at most `limit` characters, as [`say`] would print it.
 pub(crate) fn one_line(message: &str, limit: usize) -> String {
     printable(&without_credentials(message), limit)

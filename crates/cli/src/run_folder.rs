@@ -88,7 +88,7 @@ pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::
     if path.exists() && !folder.join(JOURNAL_FILE).exists() {
         // Killed between plan and journal: nothing was started.
         let text = read_plan(&path)?;
-        let raw = config::parse_plan(path.as_str(), &text, &source.sets)?;
+        let raw = config::parse_plan(path.as_str(), &text, &[], &source.sets)?;
         return create(folder, &raw).await;
     }
     amend::check(&source.sets)?;
@@ -116,8 +116,8 @@ pub(crate) async fn planned(
     let path = folder.join(PLAN_FILE);
     let text = read_plan(&path)?;
     let recorded = reader.amendments().await?.into_iter().map(|row| row.assignment);
-    let all: Vec<String> = recorded.chain(changes.iter().cloned()).collect();
-    Ok(config::parse_plan(path.as_str(), &text, &all)?)
+    let recorded: Vec<String> = recorded.collect();
+    Ok(config::parse_plan(path.as_str(), &text, &recorded, changes)?)
 }
 
 fn read_plan(path: &Utf8Path) -> Result<String, ConfigError> {

@@ -1,5 +1,6 @@
 //! Tables for people.
 
+use crate::output::counted;
 use comfy_table::{ContentArrangement, Table, presets};
 use orchestrate_report::{EvalPoint, Gain, RunReport};
 use orchestrate_tasks::printable;
@@ -23,11 +24,11 @@ pub(crate) fn cell(text: &str) -> String {
 }
 
 fn point(point: &EvalPoint) -> String {
-    format!("{:.4} ± {:.4} ({} tasks)", point.pass_at_1, point.pass_at_1_se, point.tasks)
+    format!("{:.4} ± {:.4} ({})", point.pass_at_1, point.pass_at_1_se, counted(point.tasks, "task"))
 }
 
 fn gain(gain: &Gain) -> String {
-    format!("{:+.4} ± {:.4} ({} tasks)", gain.pass_at_1, gain.se, gain.tasks)
+    format!("{:+.4} ± {:.4} ({})", gain.pass_at_1, gain.se, counted(gain.tasks, "task"))
 }
 
 /// The results of a run, with standard errors, so that a small gain is not mistaken for a large one.

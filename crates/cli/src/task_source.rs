@@ -119,8 +119,8 @@ fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
         if rows.len() < all {
             let left_out = all - rows.len();
             output::say(format!(
-                "note: {file}: {left_out} Harbor tasks with several steps are left out; an agent \
-                 takes only one"
+                "note: {file}: left out {} with several steps; an agent takes only one",
+                output::counted(left_out, "Harbor task")
             ));
         }
         rows.truncate(count.map_or(usize::MAX, |count| count as usize));

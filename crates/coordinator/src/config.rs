@@ -1,5 +1,6 @@
 //! The sections `[run]`, `[tasks]` and `[diagnostics]`.
 
+use orchestrate_rollout::LOWEST_TEMPERATURE;
 use orchestrate_settings::{
     Problems, at_least, at_most, between, not_blank, setting_types, settings,
 };
@@ -65,6 +66,12 @@ fn check_run(written: &RunSection, settings: &RunSettings, problems: &mut Proble
         settings.eval_samples,
         "must be 1 while run.eval_temperature is 0: greedy samples are all alike",
     );
+    problems.require(
+        settings.eval_temperature <= 0.0 || settings.eval_temperature >= LOWEST_TEMPERATURE,
+        "eval_temperature",
+        settings.eval_temperature,
+        format!("must be at least {LOWEST_TEMPERATURE}, or 0, which is greedy: engines do not sample at lower ones"),
+    );
     if settings.eval_every == 0 {
         problems.refuse_unread(written, &["eval_first"], "only applies with run.eval_every");
     }
@@ -127,14 +134,13 @@ fn check_tasks(written: &TasksSection, settings: &TasksSettings, problems: &mut 
         problems.refuse_unread(written, &["image"], why);
     }
     if held_out_file && !file {
-        problems.refuse_unread(
-            written,
-            &["train"],
-            "only applies with tasks.file, whose rows it counts",
-        );
+        let why = "only applies with tasks.file, whose rows it counts, and to generated tasks, which \
+                   tasks.held_out_file replaces";
+        problems.refuse_unread(written, &["train"], why);
     }
     if file && !held_out_file {
-        let why = "only applies with tasks.held_out_file, whose rows it counts";
+        let why = "only applies with tasks.held_out_file, whose rows it counts, and to generated tasks, \
+                   which tasks.file replaces";
         problems.refuse_unread(written, &["held_out"], why);
     }
 }
@@ -193,6 +199,8 @@ mod tests {
                 "run.eval_samples"
             ]
         );
+        let cold: RunSection = toml::from_str("eval_temperature = 1e-30").unwrap();
+        assert_eq!(cold.check().unwrap_err()[0].key, "run.eval_temperature");
         let tasks: TasksSection = toml::from_str("train = 0\nimage = \"\"").unwrap();
         assert_eq!(tasks.check().unwrap_err().len(), 2);
     }

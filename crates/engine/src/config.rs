@@ -64,7 +64,7 @@ settings! {
     tls_cert: Option<Utf8PathBuf> = None => "no certificate is shown";
     /// PEM file with the private key of `tls_cert`.
     tls_key: Option<Utf8PathBuf> = None => "none";
-    /// Longest time one generation may take.
+    /// Not read any more: `rollout.generate_timeout` limits a generation.
     request_timeout: HumanDuration = HumanDuration::secs(20 * 60), above(NO_TIME);
     /// Longest time one weight update may take.
     sync_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
@@ -100,6 +100,13 @@ fn check_together(written: &EngineSection, settings: &EngineSettings, problems: 
         problems.missing("served_model", remedy);
     }
     refuse_unread(written, kind, problems);
+    let keys = ["request_timeout"];
+    problems.refuse_unread(written, &keys, "is not read any more: see rollout.generate_timeout");
+    if !has_url {
+        let keys = ["api_key_env", "tls_ca", "tls_cert", "tls_key", "require_routed_experts"];
+        let why = "only applies with an inference server, not with the embedded engine";
+        problems.refuse_unread(written, &keys, why);
+    }
     if kind == EngineKind::Openai && written.tokenizer.is_none() && written.model.is_none() {
         let remedy = "must be a folder with a tokenizer and a chat template, ideally the served \
                       model's: it counts the tokens of what a chat server writes";

@@ -2,9 +2,13 @@
 //! and says what it must be.
 #![expect(clippy::unwrap_used, reason = "test helpers")]
 
-use orchestrate_handoff::protocol::{Hyperparameters, PolicyLoss};
+use orchestrate_handoff::protocol::{
+    Hyperparameters, ImportanceCorrection, PolicyLoss, RoutingReplay,
+};
 use orchestrate_handoff::rules::refusals;
 use orchestrate_handoff::{AlgorithmSection, AlgorithmSettings, LossSettings};
+use orchestrate_settings::SectionKeys as _;
+use orchestrate_types::Found;
 use serde_json::{Map, Value, json};
 
 /// Options that can be combined, with their values.
@@ -74,7 +78,7 @@ fn is_contradiction(section: &Map<String, Value>) -> bool {
         shifts && loss(&["gmpo", "cispo", "minirl", "sapo"]),
         is("router_shift", "", &["after_clip"]) && !loss(&["rspo"]),
         // A level without a correction, or not the correction's own.
-        given("importance_level").is_some() && !corrects,
+        is("importance_level", "token", &["sequence"]) && !corrects,
         is("importance_correction", "", &["icepop"])
             && is("importance_level", "token", &["sequence"]),
         is("importance_correction", "", &["geometric_mask"])
@@ -85,8 +89,8 @@ fn is_contradiction(section: &Map<String, Value>) -> bool {
         is("kl_estimator", "k3", &["k1"]) && !loss(&["ppo"]),
         given("kl_unbiased") == Some(&json!(true)) && !is("kl_estimator", "k3", &["k3"]),
         is("routing_replay", "", &["predictive"]) && number("mini_steps") < 2.0,
-        given("advantage_normalisation").is_some() && loss(&["ppo"]),
-        given("branch_weight").is_some() && loss(&["ppo"]),
+        !is("advantage_normalisation", "std", &["std"]) && loss(&["ppo"]),
+        is("branch_weight", "full", &["shared"]) && loss(&["ppo"]),
     ]
     .contains(&true)
 }
@@ -164,25 +168,60 @@ fn keys_without_effect_name_the_options_they_belong_to() {
     for (section, expected) in [
         (
             json!({"gae_lambda": 0.9}),
-            "algorithm.gae_lambda = 0.9: only applies with policy_loss = \"ppo\"; remove it",
+            "algorithm.gae_lambda = 0.9: only applies with policy_loss = \"ppo\"; remove it, or set \
+             its default, 1.0",
         ),
         (
             json!({"importance_high": 3.0}),
             "algorithm.importance_high = 3.0: only applies with policy_loss = \"minirl\", or \
-             importance_correction = \"tis\", \"mis\", \"icepop\" or \"geometric_mask\"; remove it",
+             importance_correction = \"tis\", \"mis\", \"icepop\" or \"geometric_mask\"; remove it, or \
+             set its default, 2.0",
         ),
         (
             json!({"kl_estimator": "k2"}),
-            "algorithm.kl_estimator = \"k2\": only applies with kl_coefficient above 0; remove it",
+            "algorithm.kl_estimator = \"k2\": only applies with kl_coefficient above 0; remove it, or \
+             set its default, \"k3\"",
         ),
         (
-            json!({"policy_loss": "ppo", "advantage_normalisation": "std"}),
-            "algorithm.advantage_normalisation = \"std\": does not apply with policy_loss = \
-             \"ppo\", whose advantages come from its value head; remove it",
+            json!({"policy_loss": "ppo", "advantage_normalisation": "none"}),
+            "algorithm.advantage_normalisation = \"none\": does not apply with policy_loss = \
+             \"ppo\", whose advantages come from its value head; remove it, or set its default, \
+             \"std\"",
+        ),
+        // The option leaves a single value, and nothing else about the key matters.
+        (
+            json!({"policy_loss": "minirl", "router_shift": "before_clip", "clip_low": 0.1}),
+            "algorithm.router_shift = \"before_clip\": only applies with policy_loss = \"grpo\", \
+             \"gspo\", \"rspo\" or \"ppo\"; remove it, or set its default, \"none\"",
+        ),
+        (
+            json!({"policy_loss": "gspo", "dual_clip": 0.5}),
+            "algorithm.dual_clip = 0.5: only applies with policy_loss = \"grpo\" or \"ppo\"; remove \
+             it, or set its default, 0.0",
         ),
     ] {
         let section: AlgorithmSection = serde_json::from_value(section).unwrap();
-        assert_eq!(section.check().unwrap_err()[0].to_string(), expected);
+        let [problem] = section.check().unwrap_err().try_into().unwrap();
+        assert!(matches!(problem.found, Found::Unread(_)), "{problem:?}");
+        assert_eq!(problem.to_string(), expected);
+    }
+}
+
+#[test]
+fn every_key_is_accepted_at_its_default_with_every_option() {
+    for (choice, options) in [
+        ("policy_loss", PolicyLoss::ALL.map(PolicyLoss::name).as_slice()),
+        ("routing_replay", &RoutingReplay::ALL.map(RoutingReplay::name)),
+        ("importance_correction", &ImportanceCorrection::ALL.map(ImportanceCorrection::name)),
+    ] {
+        for option in options {
+            let mini_steps = if *option == "predictive" { 2 } else { 1 };
+            let chosen = json!({choice: option, "mini_steps": mini_steps});
+            let section: AlgorithmSection = serde_json::from_value(chosen).unwrap();
+            let whole = AlgorithmSection::from_values(&section.fill());
+            assert_eq!(whole.check(), section.check(), "{option}");
+            assert!(whole.given().len() > 30 && whole.check().is_ok(), "{option}");
+        }
     }
 }
 

@@ -8,7 +8,9 @@ use crate::prefix::History;
 use crate::scaffold::{Prompts, Scaffold};
 use crate::tool_server::{self, ToolServerSettings};
 use orchestrate_engine::MessagePrompt;
-use orchestrate_settings::{Problems, above, at_least, satisfies, setting_types, settings};
+use orchestrate_settings::{
+    Problems, above, at_least, between, satisfies, setting_types, settings,
+};
 use orchestrate_tasks::Task;
 use orchestrate_tasks::micro::{self, MicroCounts};
 use orchestrate_types::HumanDuration;
@@ -46,7 +48,9 @@ settings! {
     /// which their common prompt is cached. With "0s" all of them send their first request at once.
     follow_wait: HumanDuration = HumanDuration::secs(60);
     /// Sampling temperature of training episodes.
-    temperature: f32 = 1.0, above(0.0).at_most(10.0).hint("1.0 samples the policy itself");
+    temperature: f32 = 1.0,
+        between(LOWEST_TEMPERATURE, 10.0)
+            .hint("engines do not sample at lower ones; 1.0 samples the policy itself");
     /// Nucleus mass that is kept when a token is sampled.
     top_p: f32 = 1.0, above(0.0).at_most(1.0).hint("1.0 keeps every token");
     /// Characters of one observation of a built-in scaffold; longer ones lose their middle.
@@ -84,6 +88,10 @@ settings! {
     hide_history: bool = true;
 }
 
+/// Lowest temperature at which samples have usable log-probs: vLLM raises lower ones to it, and `SGLang` samples
+/// greedily at the lowest, so that the trainer would compute the log-probs of another distribution.
+pub const LOWEST_TEMPERATURE: f32 = 0.01;
+
 /// Shortest time limit.
 const SHORTEST: HumanDuration = HumanDuration::millis(100);
 
@@ -102,12 +110,15 @@ fn check_together(written: &RolloutSection, settings: &RolloutSettings, problems
         settings.command_timeout,
         format!("must be at most episode_timeout, \"{}\"", settings.episode_timeout),
     );
-    let has_tools = settings.scaffold == Scaffold::Tools;
-    tool_server::check_settings(&settings.tool_servers, has_tools, problems);
+    tool_server::check_settings(&settings.tool_servers, problems);
 }
 
 /// Refuses keys that the scaffold does not read.
 fn refuse_unread(written: &RolloutSection, scaffold: Scaffold, problems: &mut Problems) {
+    if scaffold != Scaffold::Tools {
+        let why = "only applies with rollout.scaffold = \"tools\"";
+        problems.refuse_unread(written, &["tool_servers"], why);
+    }
     let (keys, why): (&[&str], _) = match scaffold {
         Scaffold::Tools => return,
         Scaffold::R2eXml | Scaffold::Mini => {
@@ -177,6 +188,7 @@ impl RolloutSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::ToolServerSection;
     use orchestrate_settings::SectionKeys as _;
 
     #[test]
@@ -222,11 +234,22 @@ mod tests {
             system_prompt: Some("be brief".to_owned()),
             show_tools: Some(false),
             hide_history: Some(false),
+            tool_servers: Some(vec![ToolServerSection {
+                name: Some("docs".to_owned()),
+                url: Some("http://127.0.0.1:8000/mcp".to_owned()),
+                ..ToolServerSection::default()
+            }]),
             ..RolloutSection::default()
         };
         let refused = |section: RolloutSection| -> Vec<String> {
-            let problems = section.check().err().unwrap_or_default();
+            let mut problems = section.check().err().unwrap_or_default();
             let name = section.scaffold.unwrap().name();
+            if name != "tools" {
+                let servers = problems.remove(0).to_string();
+                let text =
+                    "rollout.tool_servers = […]: only applies with rollout.scaffold = \"tools\"";
+                assert!(servers.starts_with(text), "{servers}");
+            }
             let why = format!("does not apply with rollout.scaffold = \"{name}\", wh");
             assert!(
                 problems.iter().all(|problem| problem.remedy.starts_with(&why)),

@@ -58,7 +58,7 @@ pub use api::{
 };
 pub use buffer::{Fork, TokenBuffer};
 pub use chat::{ChatError, ChatErrorKind, ChatModel, ChatOptions};
-pub use config::{RolloutSection, RolloutSettings};
+pub use config::{LOWEST_TEMPERATURE, RolloutSection, RolloutSettings};
 pub use conversation::{ForkCause, Recognition};
 pub use expert::{ExpertEpisode, ExpertTurn, SupervisedExample};
 pub use grading::{

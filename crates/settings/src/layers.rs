@@ -1,8 +1,7 @@
 //! Configuration files and assignments, merged: later layers win, tables merge, lists replace.
 
-use crate::limit::NOT_SHOWN;
 use crate::shape::Reader;
-use orchestrate_types::{ConfigProblem, Found};
+use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN};
 use schemars::JsonSchema;
 use serde_json::Value as Json;
 use std::collections::BTreeMap;
@@ -22,6 +21,11 @@ impl Origins {
         let element = key.rfind(']').and_then(|end| key.get(..=end)).unwrap_or(key);
         let known = [key, element, list].into_iter().find_map(|key| self.0.get(key));
         known.map(String::as_str)
+    }
+
+    /// Forgets where `key`, and what is in it, was written: its value is not in force.
+    pub fn forget(&mut self, key: &str) {
+        self.0.retain(|path, _| !is_within(path, key));
     }
 
     /// Adds to each problem the place where its value was written, if that is known.
@@ -59,6 +63,7 @@ pub struct Layers {
     alternatives: &'static [&'static [&'static str]],
     /// Those of them that the newest layer has.
     newest: Vec<&'static str>,
+    secrets: &'static [&'static str],
 }
 
 /// Syntax errors of one layer that are reported; more follow from the first ones.
@@ -76,6 +81,7 @@ impl Layers {
             problems: Vec::new(),
             alternatives: &[],
             newest: Vec::new(),
+            secrets: &[],
         }
     }
 
@@ -84,6 +90,12 @@ impl Layers {
     #[must_use]
     pub fn with_alternatives(self, alternatives: &'static [&'static [&'static str]]) -> Self {
         Self { alternatives, ..self }
+    }
+
+    /// Names keys, e.g. `agent.env`, whose values may be secrets: no message and no origin has them.
+    #[must_use]
+    pub fn with_secrets(self, secrets: &'static [&'static str]) -> Self {
+        Self { secrets, ..self }
     }
 
     /// Adds a file, which is called `name` in messages.
@@ -122,7 +134,13 @@ impl Layers {
     }
 
     fn assign(&mut self, assignment: &str) {
-        let place = format!("--set {assignment}");
+        let key = assignment.split_once('=').map_or(assignment, |(key, _)| key).trim();
+        let hides = |secret: &&str| is_within(key, secret) || is_within(secret, key);
+        let place = if self.secrets.iter().any(hides) {
+            format!("--set {key}={NOT_SHOWN}")
+        } else {
+            format!("--set {assignment}")
+        };
         match assignment_as_toml(assignment) {
             Some(text) => self.add(&text, &|_| place.clone()),
             None => self.problems.push(ConfigProblem {
@@ -145,10 +163,12 @@ impl Layers {
             let end = entry.end + rest.find('\n').unwrap_or(rest.len());
             starts.iter().any(|start| (entry.start..=end).contains(start))
         };
+        let secrets = self.secrets;
         let mut reader = Reader {
             schema: &self.schema,
             place,
             unreadable: &unreadable,
+            is_secret: &|path| secrets.iter().any(|secret| is_within(path, secret)),
             problems: Vec::new(),
             origins: Vec::new(),
         };
@@ -204,17 +224,18 @@ impl Layers {
         if let Some((table, name)) = table {
             table.remove(name);
         }
-        let is_inside = |path: &str| {
-            path.strip_prefix(key)
-                .is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
-        };
-        self.origins.0.retain(|path, _| !is_inside(path));
+        self.origins.forget(key);
     }
 
     /// The merged values that fit the schema, where they were written, and all problems.
     pub fn finish(self) -> (Table, Origins, Vec<ConfigProblem>) {
         (self.merged, self.origins, self.problems)
     }
+}
+
+/// Whether `path` is `key` or inside of it, e.g. `a.b[1].c` of `a.b`.
+fn is_within(path: &str, key: &str) -> bool {
+    path.strip_prefix(key).is_some_and(|rest| rest.is_empty() || rest.starts_with(['.', '[']))
 }
 
 fn is_set(table: &Table, key: &str) -> bool {

@@ -46,8 +46,8 @@ pub use docs::documentation;
 pub use key::KeyInfo;
 pub use layers::{Layers, Origins, is_assignment};
 pub use limit::{
-    Limit, NOT_SHOWN, Number, Predicate, Range, above, at_least, at_most, between, limited,
-    not_blank, satisfies, variable_name,
+    Limit, Number, Predicate, Range, above, at_least, at_most, between, limited, not_blank,
+    satisfies, variable_name,
 };
 pub use problems::Problems;
 pub use setting::{Section, SectionKeys, Setting};

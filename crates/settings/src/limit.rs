@@ -1,6 +1,6 @@
 //! Limits of a single value: ranges of numbers, durations and sizes, and conditions on text.
 
-use orchestrate_types::{ByteSize, HumanDuration};
+use orchestrate_types::{ByteSize, HumanDuration, NOT_SHOWN};
 use serde_json::{Map, Value, json};
 use std::fmt::{self, Display};
 
@@ -237,9 +237,6 @@ pub fn variable_name(remedy: &'static str) -> Predicate<str> {
     };
     Predicate { holds, text: "the name of an environment variable", remedy, secret: true }
 }
-
-/// Shown instead of a value that may be a secret.
-pub const NOT_SHOWN: &str = "(not shown)";
 
 impl<T: Display + ?Sized> Limit<T> for Predicate<T> {
     fn refusal(&self, value: &T) -> Option<(String, String)> {

@@ -1,6 +1,6 @@
 //! Compares a parsed file with the JSON schema: unknown keys, and values of the wrong type.
 
-use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration, ParseUnitError};
+use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration, NOT_SHOWN, ParseUnitError};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
 use std::fmt::Display;
@@ -15,6 +15,8 @@ pub(crate) struct Reader<'a> {
     pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
     /// Whether a part of the text cannot be read.
     pub(crate) unreadable: &'a dyn Fn(Range<usize>) -> bool,
+    /// Whether the value at a path may be a secret.
+    pub(crate) is_secret: &'a dyn Fn(&str) -> bool,
     /// Problems, each with its byte offset in the text.
     pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
@@ -108,7 +110,11 @@ impl Reader<'_> {
             }),
         };
         let Some(remedy) = refused else { return plain.ok() };
-        let shown = plain.map_or_else(|_| "(too large)".to_owned(), |plain| plain.to_string());
+        let shown = match plain {
+            _ if (self.is_secret)(path) => NOT_SHOWN.to_owned(),
+            Ok(plain) => plain.to_string(),
+            Err(_) => "(too large)".to_owned(),
+        };
         let mut problem = ConfigProblem::new(path, shown, remedy);
         problem.origin = Some((self.place)(value.span()));
         self.problems.push((value.span().start, problem));

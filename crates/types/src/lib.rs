@@ -24,6 +24,6 @@ pub use model::ModelShape;
 pub use name::{GradingRun, ImageName, ModelName, NameError, RelativePath, TaskId, is_unprintable};
 pub use outcome::{AbortCause, Attribution, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
-pub use secret::{has_credentials, without_credentials};
+pub use secret::{NOT_SHOWN, has_credentials, without_credentials};
 pub use test_timeout::{TestTimeout, TimeoutError};
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};

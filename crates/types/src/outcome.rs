@@ -24,6 +24,8 @@ pub enum Limit {
     /// The agent's commands, or the tests of its change, made a sandbox unusable. Nothing is graded,
     /// and the reward is 0, so that breaking a sandbox never earns another attempt.
     SandboxDamage,
+    /// The external worker reported that the agent failed. Nothing is graded, and the reward is 0.
+    AgentFailure,
 }
 
 /// The stage of an episode at which the infrastructure failed.

@@ -1,44 +1,70 @@
-//! Passwords in URLs: found where a URL is given, and hidden where a text is shown.
+//! Passwords and tokens in URLs: found where a URL is given, and hidden where a text is shown.
 
 use std::borrow::Cow;
-use std::ops::Range;
 
-/// What a user name with a password becomes.
-const HIDDEN: &str = "(not shown)";
+/// What a secret becomes.
+pub const NOT_SHOWN: &str = "(not shown)";
 
 /// Whether `url` contains a user name or a password, e.g. `http://user:password@host`. The user name of
 /// an `ssh` URL is none of them: it is the login.
 pub fn has_credentials(url: &str) -> bool {
-    credentials(url).is_some()
+    addresses(url).any(|(at, after)| login(url, at, after).is_some())
 }
 
-/// `text` with the user name and the password of every URL hidden: `http://(not shown)@host`.
+/// `text` with the user name, the password and the query of every URL hidden, as in
+/// `http://(not shown)@host/path?(not shown)`: some servers expect a key in the query.
 pub fn without_credentials(text: &str) -> Cow<'_, str> {
-    let mut shown = Cow::Borrowed(text);
-    let mut from = 0;
-    while let Some(found) = shown.get(from..).and_then(credentials) {
-        let (start, end) = (from + found.start, from + found.end);
-        shown.to_mut().replace_range(start..end, HIDDEN);
-        from = start + HIDDEN.len();
+    let (mut shown, mut copied) = (String::new(), 0);
+    for (at, after) in addresses(text) {
+        if at < copied {
+            // In a query that is hidden.
+            continue;
+        }
+        let start = text.len() - after.len();
+        let login = login(text, at, after).unwrap_or(0);
+        if login > 0 {
+            shown.push_str(text.get(copied..start).unwrap_or_default());
+            shown.push_str(NOT_SHOWN);
+            copied = start + login;
+        }
+        let rest = after.get(login..).unwrap_or_default();
+        let rest = rest.split(ends_url).next().unwrap_or_default();
+        let Some((before, query)) = rest.split_once('?') else { continue };
+        let query_at = start + login + before.len() + 1;
+        let is_hidden = text.get(query_at..).is_some_and(|query| query.starts_with(NOT_SHOWN));
+        if !query.is_empty() && !is_hidden {
+            shown.push_str(text.get(copied..query_at).unwrap_or_default());
+            shown.push_str(NOT_SHOWN);
+            copied = query_at + query.len();
+        }
     }
-    shown
+    if copied == 0 {
+        return Cow::Borrowed(text);
+    }
+    shown.push_str(text.get(copied..).unwrap_or_default());
+    Cow::Owned(shown)
 }
 
-/// Where the first user name and password of a URL are.
-fn credentials(text: &str) -> Option<Range<usize>> {
-    text.match_indices("://").find_map(|(at, separator)| {
-        let start = at + separator.len();
-        let rest = text.get(start..)?;
-        let ends = |c: char| c.is_whitespace() || matches!(c, '"' | '\'' | '`' | '<' | '>' | ',');
-        let url = rest.split(ends).next()?;
-        let host = url.find(['/', '?', '#']).unwrap_or(url.len());
-        let login = url.rfind('@')?;
-        let before = url.get(..login)?;
-        // A password may contain a slash, although it should not; a path may contain an `@`.
-        let is_password = before.contains(':');
-        let is_login = login < host && !text.get(..at)?.ends_with("ssh");
-        (before != HIDDEN && (is_password || is_login)).then_some(start..start + login)
-    })
+/// Where the scheme of each URL ends, and what follows its `://`.
+fn addresses(text: &str) -> impl Iterator<Item = (usize, &str)> {
+    let separators = text.match_indices("://");
+    separators.filter_map(|(at, separator)| Some((at, text.get(at + separator.len()..)?)))
+}
+
+/// Whether a URL in a text ends before `c`.
+fn ends_url(c: char) -> bool {
+    c.is_whitespace() || matches!(c, '"' | '\'' | '`' | '<' | '>')
+}
+
+/// Length of the user name and the password at the start of `after`, which follows a scheme that ends at `at`.
+fn login(text: &str, at: usize, after: &str) -> Option<usize> {
+    let url = after.split(|c| ends_url(c) || c == ',').next()?;
+    let host = url.find(['/', '?', '#']).unwrap_or(url.len());
+    let login = url.rfind('@')?;
+    // A password may contain a slash, although it should not; a path may contain an `@`.
+    let is_password = url.get(..login)?.contains(':');
+    let is_login = login < host && !text.get(..at)?.ends_with("ssh");
+    (is_password || is_login).then_some(login)
 }
 
 #[cfg(test)]
@@ -55,13 +81,33 @@ mod tests {
             ),
             ("ssh://u:p@h", "ssh://(not shown)@h"),
             ("\"http://u:a/b@c@h\"", "\"http://(not shown)@h\""),
+            ("http://u:p@h/x?k=u:p", "http://(not shown)@h/x?(not shown)"),
+            ("http://u:p?u:p@h/x?k", "http://(not shown)@h/x?(not shown)"),
         ] {
             assert_eq!(without_credentials(text), shown);
+            assert_eq!(without_credentials(shown), shown);
             assert!(has_credentials(text) && !shown.contains("u:p"));
         }
-        for text in
-            ["ssh://user@host:22/s", "http://h:1/x", "hf://datasets/a/b@rev", "a@b", "://", ""]
-        {
+        for (text, shown) in [
+            ("at http://h/x?k=1,2&l (down)", "at http://h/x?(not shown) (down)"),
+            (
+                "[\"http://h?a=b\", \"http://i?c://d\"]",
+                "[\"http://h?(not shown)\", \"http://i?(not shown)\"]",
+            ),
+        ] {
+            assert_eq!(without_credentials(text), shown);
+            assert_eq!(without_credentials(shown), shown);
+            assert!(!has_credentials(text));
+        }
+        for text in [
+            "ssh://user@host:22/s",
+            "http://h:1/x",
+            "is it http://h? yes",
+            "hf://datasets/a/b@rev",
+            "a@b",
+            "://",
+            "",
+        ] {
             assert_eq!(without_credentials(text), text);
             assert!(!has_credentials(text), "{text}");
         }

@@ -50,7 +50,10 @@ pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
     }
     let failed = comparison.failures().count();
     if failed > 0 {
-        output::say(format!("error: the trainer failed in {failed} run(s), see the report"));
+        output::say(format!(
+            "error: the trainer failed in {}, see the report",
+            output::counted(failed, "run")
+        ));
         output::say("hint: the same command retries them; a gentler [algorithm] may prevent it");
         return Ok(ExitCode::from(TRAINER));
     }

@@ -9,8 +9,13 @@ use std::process::ExitCode;
 pub(crate) fn run(args: ConfigArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         ConfigCommand::Check(source) => {
-            config::load(&source)?.check()?;
+            let settings = config::load(&source)?.check()?;
             output::say("no problems in the configuration");
+            if let Err(error) = settings.check_training() {
+                output::say(format!(
+                    "note: for orchestrate eval only; orchestrate run refuses it: {error}"
+                ));
+            }
         }
         ConfigCommand::Show(source) => {
             let plan = config::load(&source)?.with_defaults()?;

@@ -1,7 +1,7 @@
 //! `orchestrate doctor`: checks everything that a run needs.
 
 use crate::args::DoctorArgs;
-use crate::config::{self, ConfigError, Settings};
+use crate::config::{self, ConfigError, Settings, has_query};
 use crate::error::{OutputError, UsageError};
 use crate::glob::matches_glob;
 use crate::progress::Progress;
@@ -16,9 +16,12 @@ use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec,
     SelfTestResult, SharedLimit, run_self_test, self_test_cases,
 };
-use orchestrate_settings::NOT_SHOWN;
+use orchestrate_settings::SectionKeys as _;
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{AttemptId, ConfigProblem, EpisodeId, GroupId, RunId, has_credentials};
+use orchestrate_types::{
+    AttemptId, ConfigProblem, EpisodeId, GroupId, NOT_SHOWN, RunId, has_credentials,
+    without_credentials,
+};
 use serde::Serialize;
 use std::collections::BTreeMap;
 use std::process::ExitCode;
@@ -42,7 +45,7 @@ struct Finding {
 
 /// Runs the command; the exit code is that of the first failed check.
 pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
-    let settings = config::load(&args.source)?.check()?;
+    let settings = settings(&args)?;
     if let Some(pattern) = &args.self_test {
         check_pattern(pattern)?;
     }
@@ -66,12 +69,6 @@ pub(crate) async fn run(args: DoctorArgs) -> anyhow::Result<ExitCode> {
         };
         fs_err::write(path, results)
             .map_err(|source| OutputError { file: path.clone(), source })?;
-    }
-    if args.engine.as_deref().is_some_and(has_credentials) {
-        let remedy = "must not contain a user name or a password: name the environment variable that \
-                      holds the API key in engine.api_key_env";
-        let problem = ConfigProblem::new("--engine", NOT_SHOWN, remedy);
-        anyhow::bail!(ConfigError::Problems(vec![problem]));
     }
     let urls = args.engine.clone().map_or_else(|| settings.engine.servers(), |url| vec![url]);
     for url in urls {
@@ -134,7 +131,8 @@ async fn tool_servers(settings: &Settings) -> (Vec<Finding>, Vec<serde_json::Val
         let result = listed.map(|listed| {
             tools.extend_from_slice(listed.schemas());
             let names: Vec<&str> = listed.names().collect();
-            format!("{} at {}: {}", server.name, server.url, names.join(", "))
+            let url = without_credentials(&server.url);
+            format!("{} at {url}: {}", server.name, names.join(", "))
         });
         findings.push(finding("tool server", result.map_err(anyhow::Error::from)));
     }
@@ -295,6 +293,27 @@ fn summary(image: String, results: &[SelfTestResult]) -> anyhow::Result<String> 
     let (chosen, slowest) =
         (results.len(), results.iter().map(|r| r.elapsed_ms).max().unwrap_or(0));
     Ok(format!("{chosen} of {chosen} cases as expected, the slowest in {slowest} ms"))
+}
+
+/// The settings, of which those of an inference server are read if one is probed.
+fn settings(args: &DoctorArgs) -> Result<Settings, ConfigError> {
+    if args.engine.as_deref().is_some_and(|url| has_credentials(url) || has_query(url)) {
+        let remedy = "must not contain a user name, a password or a token: name the environment variable \
+                      that holds the API key in engine.api_key_env";
+        let problem = ConfigProblem::new("--engine", NOT_SHOWN, remedy);
+        return Err(ConfigError::Problems(vec![problem]));
+    }
+    let sections = config::load(&args.source)?;
+    match &args.engine {
+        Some(url) if sections.engine.fill().is_embedded() => {
+            let address = [format!("engine.url={url}")];
+            let (files, sets) = (&args.source.files, args.source.sets.as_slice());
+            let mut settings = config::load_layers(files, &[sets, &address])?.0.check()?;
+            settings.engine.url = None;
+            Ok(settings)
+        }
+        Some(_) | None => sections.check(),
+    }
 }
 
 /// Probes an inference server: what it is, and each problem that a run would have with it.

@@ -140,8 +140,12 @@ fn repository_table(sums: &BTreeMap<String, Sum>) -> Table {
 /// The headline numbers, with standard errors.
 fn result_table(point: &EvalPoint) -> Table {
     let mut table = tables::table(&["", "held-out tasks"]);
-    let pass =
-        format!("{:.4} ± {:.4} ({} tasks)", point.pass_at_1, point.pass_at_1_se, point.tasks);
+    let pass = format!(
+        "{:.4} ± {:.4} ({})",
+        point.pass_at_1,
+        point.pass_at_1_se,
+        output::counted(point.tasks, "task")
+    );
     table.add_row(["Pass@1".to_owned(), pass]);
     if let Some(pass) = point.pass_at_k.filter(|_| point.k > 1) {
         table.add_row([format!("Pass@{}", point.k), format!("{pass:.4}")]);

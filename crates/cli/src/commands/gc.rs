@@ -83,7 +83,7 @@ async fn on_host(
                 output::data(format!("{}\t{}{column}", container.name, container.state));
             }
         }
-        output::say(format!("{listed} containers{at}; nothing was removed"));
+        output::say(format!("{}{at}; nothing was removed", output::counted(listed, "container")));
     } else {
         print_sweep(&provider.sweep_all_orphans(scope).await?, &at, &column);
     }
@@ -98,8 +98,8 @@ fn print_sweep(report: &SweepReport, at: &str, column: &str) {
         output::data(format!("{name}{column}"));
     }
     output::say(format!(
-        "removed {} containers{at}, kept {}",
-        report.removed.len(),
+        "removed {}{at}, kept {}",
+        output::counted(report.removed.len(), "container"),
         report.kept.len()
     ));
     for (name, reason) in &report.kept {
@@ -132,6 +132,6 @@ async fn remove_images(
         }
     }
     let what = if dry_run { "would remove" } else { "removed" };
-    output::say(format!("{what} {removed} images{at}, {} MiB", bytes >> 20));
+    output::say(format!("{what} {}{at}, {} MiB", output::counted(removed, "image"), bytes >> 20));
     Ok(())
 }

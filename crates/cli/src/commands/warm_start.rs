@@ -57,8 +57,8 @@ fn train(args: &WarmStartArgs) -> anyhow::Result<()> {
     let data = demonstrations(&episodes, &chat)?;
     let tokens: usize = data.iter().map(|d| d.tokens.len()).sum();
     output::say(format!(
-        "{} episodes, {:.0} tokens each",
-        data.len(),
+        "{}, {:.0} tokens each",
+        output::counted(data.len(), "episode"),
         tokens as f64 / data.len() as f64
     ));
     let mut model = TrainModel::<f32>::new(&weights);

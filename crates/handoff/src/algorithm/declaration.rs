@@ -249,7 +249,7 @@ hyperparameters! {
         /// Maximum number of tokens in one forward and backward pass; gradients accumulate over passes.
         micro_batch_tokens: usize = 16_384, required,
             at_least(1.0).hint("a longer sequence is a pass by itself");
-        /// AdamW learning rate. A run requires a rate above 0.
+        /// AdamW learning rate. A run requires at least 1e-12.
         learning_rate: f64 = 1e-6, required, at_least(0.0).at_most(100.0);
         /// Optimizer steps over which the learning rate rises: step `k` has `k / warmup_steps` of it.
         warmup_steps: u32 = 0, optional;

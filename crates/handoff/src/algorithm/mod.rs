@@ -175,25 +175,22 @@ impl AlgorithmSettings {
 }
 
 impl AlgorithmSection {
-    /// The same section without a `loss_norm_tokens` that has no effect, which older versions wrote
-    /// into plans.
-    #[must_use]
-    pub fn without_unused_norm(self) -> Self {
-        let sums = self.aggregation == Some(LossAggregation::TokenSumNorm);
-        Self { loss_norm_tokens: self.loss_norm_tokens.filter(|_| sums), ..self }
-    }
-
     /// Fills in defaults and checks each value, and all of them together.
     ///
     /// # Errors
     /// All problems at once.
     pub fn check(&self) -> Result<AlgorithmSettings, Vec<ConfigProblem>> {
-        let values = self.fill();
-        let h = values.sent();
         let mut problems = Problems::new(Self::NAME);
+        let mut read = self.clone();
+        for (key, why) in self.without_effect() {
+            problems.refuse_unread(self, &[key], &why);
+            read.clear(key);
+        }
+        let values = read.fill();
+        let h = values.sent();
         refuse_values(&h, &mut problems);
         if matches!(values.aggregation, LossAggregation::TokenSumNorm)
-            && self.loss_norm_tokens.is_none()
+            && read.loss_norm_tokens.is_none()
         {
             let remedy = "must be given with aggregation = \"token-sum-norm\", which divides by \
                           it: usually the longest sequence in tokens";
@@ -225,38 +222,25 @@ impl AlgorithmSection {
             truncated: values.truncated,
             overlong,
         };
-        self.refuse_without_effect(&h, &settings, &mut problems);
         problems.into_result(settings)
     }
 
-    /// Refuses keys that have a value but no effect with the chosen options.
-    fn refuse_without_effect(
-        &self,
-        h: &Hyperparameters,
-        settings: &AlgorithmSettings,
-        problems: &mut Problems,
-    ) {
-        let written = serde_json::to_value(self).unwrap_or_default();
-        let effective = settings.hyperparameters(1.0, false);
-        for key in self.given() {
-            let is_right = is_fixed(key, h) && h.value(key) == effective.value(key);
-            if is_used(key, h) || is_right || problems.has(key) {
-                continue;
+    /// The keys that have a value, but no effect with the chosen options, and why.
+    fn without_effect(&self) -> Vec<(&'static str, String)> {
+        let h = self.fill().sent();
+        let why = |key: &str| {
+            let of_groups = ["advantage_normalisation", "branch_weight"].contains(&key);
+            if of_groups && h.policy_loss == PolicyLoss::Ppo {
+                let why = "does not apply with policy_loss = \"ppo\", whose advantages come from its \
+                           value head";
+                return Some(why.to_owned());
             }
-            let Some(options) = applies_with(key) else { continue };
-            let value = written.get(key).map(ToString::to_string).unwrap_or_default();
-            problems.refuse(key, value, format!("only applies with {options}; remove it"));
-        }
-        if h.policy_loss == PolicyLoss::Ppo {
-            for key in ["advantage_normalisation", "branch_weight"] {
-                let Some(value) = written.get(key).filter(|value| !value.is_null()) else {
-                    continue;
-                };
-                let remedy = "does not apply with policy_loss = \"ppo\", whose advantages come \
-                              from its value head; remove it";
-                problems.refuse(key, value, remedy);
+            if is_used(key, &h) && !is_fixed(key, &h) {
+                return None;
             }
-        }
+            applies_with(key).map(|options| format!("only applies with {options}"))
+        };
+        self.given().into_iter().filter_map(|key| Some((key, why(key)?))).collect()
     }
 
     fn overlong(&self, problems: &mut Problems) -> Option<Overlong> {
@@ -305,12 +289,19 @@ impl Section for AlgorithmSection {
     }
 }
 
-/// Refuses what a trainer would refuse, and a learning rate of 0.
+/// Smallest learning rate of a run: steps of AdamW are about as large as it, and those below are lost in the
+/// rounding of all but the smallest weights.
+const LOWEST_LEARNING_RATE: f64 = 1e-12;
+
+/// Refuses what a trainer would refuse, and a learning rate that changes no weights.
 fn refuse_values(h: &Hyperparameters, problems: &mut Problems) {
     for refusal in refusals(h) {
         problems.refuse(refusal.field, refusal.value, refusal.remedy);
     }
-    if h.learning_rate.abs() < f64::MIN_POSITIVE {
-        problems.refuse("learning_rate", h.learning_rate, "must be above 0");
+    if (0.0..LOWEST_LEARNING_RATE).contains(&h.learning_rate) {
+        let remedy = format!(
+            "must be at least {LOWEST_LEARNING_RATE:e}: smaller steps are lost in the rounding of the weights"
+        );
+        problems.refuse("learning_rate", h.learning_rate, remedy);
     }
 }

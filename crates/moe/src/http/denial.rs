@@ -13,8 +13,8 @@ pub enum Denial {
     MissingHost,
     /// This host is not one of the server's.
     #[error(
-        "host `{0}` is not allowed; use localhost or an IP address, or start the server with \
-             --allowed-host"
+        "host `{0}` is not allowed; use localhost or an IP address, or add it to the server's allowed \
+             hosts (gateway.allowed_hosts of a run, --allowed-host of another server)"
     )]
     Host(String),
     /// A browser sends it for a page of another site.

@@ -7,7 +7,7 @@ use crate::turn_journal::TurnJournals;
 use camino::Utf8PathBuf;
 use orchestrate_gateway::Offers;
 use orchestrate_settings::{Problems, between, setting_types, settings};
-use orchestrate_types::HumanDuration;
+use orchestrate_types::{HumanDuration, NOT_SHOWN};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
@@ -51,7 +51,8 @@ settings! {
     /// Folder of this machine that becomes `/opt/agent` in the sandbox, as an image layer that is built
     /// once per image.
     folder: Option<Utf8PathBuf> = None => "none";
-    /// Additional environment variables, as `NAME=VALUE`.
+    /// Additional environment variables, as `NAME=VALUE`. The values are kept in the run's `plan.toml` and shown
+    /// nowhere.
     env: Vec<String> = Vec::new();
     /// Port of the container's loopback on which the gateway listens.
     port: u16 = 4180, between(1, 65_535);
@@ -102,16 +103,18 @@ fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Pro
     let with_start = command.len() + SCRIPT_START.len();
     let found = format!("{} bytes", command.len());
     problems.require(with_start <= STRING_BYTES, "command", found, remedy);
-    for variable in &settings.env {
+    for (index, variable) in settings.env.iter().enumerate() {
+        // The value may be a secret, and so may be a text without a name.
         let name = variable.split_once('=').map(|(name, _)| name);
-        problems.require(fits(variable), "env", name.unwrap_or_default().to_owned(), remedy);
+        let (key, shown) = (format!("env[{index}]"), name.unwrap_or(NOT_SHOWN));
+        problems.require(fits(variable), &key, format!("{shown:?}"), remedy);
         let is_name = |name: &str| {
             !name.is_empty() && name.bytes().all(|b| b.is_ascii_alphanumeric() || b == b'_')
         };
         problems.require(
             name.is_some_and(is_name),
-            "env",
-            format!("{variable:?}"),
+            &key,
+            format!("{shown:?}"),
             "must be NAME=VALUE, with a name of letters, digits and _",
         );
     }
@@ -156,9 +159,18 @@ mod tests {
         let own = AgentSection { command: Some("run".to_owned()), ..section };
         assert_eq!(own.check().unwrap().script(), Some("run"));
         assert_eq!(AgentSection::default().check().unwrap().script(), None);
-        let wrong =
-            AgentSection { env: Some(vec!["=x".into(), "a b=c".into(), "x".into()]), ..own };
-        assert_eq!(wrong.check().unwrap_err().len(), 3);
+        let wrong = AgentSection {
+            env: Some(vec!["=x".into(), "a b=canary".into(), "canary".into()]),
+            ..own
+        };
+        let problems = wrong.check().unwrap_err();
+        let found = problems.iter().map(ToString::to_string);
+        let found: Vec<String> =
+            found.map(|text| text.split_once(": ").unwrap().0.to_owned()).collect();
+        assert_eq!(
+            found,
+            ["agent.env[0] = \"\"", "agent.env[1] = \"a b\"", "agent.env[2] = \"(not shown)\""]
+        );
         let long = "x".repeat(STRING_BYTES + 1);
         let wrong =
             AgentSection { env: Some(vec![format!("A={long}")]), command: Some(long), ..wrong };
@@ -169,7 +181,7 @@ mod tests {
         assert_eq!(longer.check().unwrap_err().len(), 1);
         let problems = wrong.check().unwrap_err();
         let keys: Vec<&str> = problems.iter().map(|problem| problem.key.as_str()).collect();
-        assert_eq!(keys, ["agent.command", "agent.env"]);
+        assert_eq!(keys, ["agent.command", "agent.env[0]"]);
         assert!(problems.iter().all(|problem| problem.to_string().len() < 1000));
     }
 }

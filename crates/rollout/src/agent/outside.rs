@@ -212,7 +212,8 @@ impl Attempt {
                 failed(Stage::Setup, "the worker returned a reward without asking the policy")
             }
             OfferEnd::Failed { kind: FailureKind::Agent, message } if asked => {
-                EpisodeEvent::SandboxDamaged { what: message }
+                tracing::warn!(message, "the worker reported that the agent failed");
+                EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::AgentFailure) }
             }
             OfferEnd::Failed { kind: FailureKind::TimeOut, message } if asked => {
                 tracing::warn!(message, "the worker reported a timeout");

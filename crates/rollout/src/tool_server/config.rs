@@ -1,7 +1,7 @@
 //! One tool server: `[[rollout.tool_servers]]`.
 
-use orchestrate_settings::{NOT_SHOWN, Problems, at_least, settings, variable_name};
-use orchestrate_types::{HumanDuration, has_credentials};
+use orchestrate_settings::{Problems, at_least, settings, variable_name};
+use orchestrate_types::{HumanDuration, NOT_SHOWN, has_credentials};
 use std::collections::HashSet;
 
 /// Longest name of a server, in characters.
@@ -27,12 +27,8 @@ settings! {
     timeout: HumanDuration = HumanDuration::secs(60), at_least(HumanDuration::millis(100));
 }
 
-/// Records the problems of all tool servers of a run, whose scaffold has tools or not.
-pub(crate) fn check(servers: &[ToolServerSettings], has_tools: bool, problems: &mut Problems) {
-    if !servers.is_empty() && !has_tools {
-        let remedy = "must be left out unless rollout.scaffold is \"tools\"";
-        problems.refuse("tool_servers", format!("{} servers", servers.len()), remedy);
-    }
+/// Records the problems of all tool servers of a run.
+pub(crate) fn check(servers: &[ToolServerSettings], problems: &mut Problems) {
     let mut names = HashSet::new();
     for (index, server) in servers.iter().enumerate() {
         problems.within(&format!("tool_servers[{index}]"), |problems| {
@@ -87,22 +83,21 @@ impl ToolServerSettings {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::{RolloutSection, Scaffold};
+    use crate::RolloutSection;
 
     #[test]
-    fn servers_need_distinct_names_addresses_without_secrets_and_the_scaffold_tools() {
+    fn servers_need_distinct_names_and_addresses_without_secrets() {
         let server = |name: &str, url: &str| ToolServerSection {
             name: Some(name.to_owned()),
             url: Some(url.to_owned()),
             ..ToolServerSection::default()
         };
-        let section = |servers: Vec<ToolServerSection>, scaffold| RolloutSection {
+        let section = |servers: Vec<ToolServerSection>| RolloutSection {
             tool_servers: Some(servers),
-            scaffold: Some(scaffold),
             ..RolloutSection::default()
         };
         let url = "http://127.0.0.1:8000/mcp";
-        let valid = section(vec![server("search", url), server("search-2", url)], Scaffold::Tools);
+        let valid = section(vec![server("search", url), server("search-2", url)]);
         assert_eq!(valid.check().unwrap().tool_servers[1].timeout, HumanDuration::secs(60));
         let none = ToolServerSection { tools: Some(Vec::new()), ..server("b", url) };
         let secret = ToolServerSection {
@@ -116,12 +111,11 @@ mod tests {
             none,
             secret,
         ];
-        let problems = section(wrong, Scaffold::Mini).check().unwrap_err();
+        let problems = section(wrong).check().unwrap_err();
         let keys: Vec<String> =
             problems.iter().map(|p| p.key.replace("rollout.tool_servers", "")).collect();
         let expected = [
             "[4].token_env",
-            "",
             "[0].name",
             "[0].url",
             "[1].name",

@@ -15,6 +15,7 @@ pub(crate) use config::check as check_settings;
 pub use config::{ToolServerSection, ToolServerSettings};
 use list::ServerTool;
 pub(crate) use list::called;
+use orchestrate_types::without_credentials;
 use reqwest::header::{AUTHORIZATION, HeaderMap, HeaderValue};
 use rmcp::service::{ClientInitializeError, ServiceError};
 use serde_json::{Map, Value};
@@ -118,7 +119,7 @@ pub enum ToolServerErrorKind {
 pub struct ToolServerError {
     /// Its name.
     pub server: String,
-    /// Its address.
+    /// Its address, without secrets.
     pub url: String,
     /// The kind of error, with its details.
     #[source]
@@ -126,7 +127,7 @@ pub struct ToolServerError {
 }
 
 impl ToolServerError {
-    /// The message with those of its causes.
+    /// The message with those of its causes, which may name the whole address.
     pub(crate) fn with_causes(&self) -> String {
         let mut text = self.to_string();
         let mut cause = self.kind.source();
@@ -137,7 +138,7 @@ impl ToolServerError {
             }
             cause = error.source();
         }
-        text
+        without_credentials(&text).into_owned()
     }
 }
 
@@ -242,7 +243,7 @@ impl ToolServer {
     fn new(settings: ToolServerSettings) -> Result<Self, ToolServerError> {
         let error = |kind| ToolServerError {
             server: settings.name.clone(),
-            url: settings.url.clone(),
+            url: without_credentials(&settings.url).into_owned(),
             kind,
         };
         let mut headers = HeaderMap::new();
@@ -294,8 +295,8 @@ impl ToolServer {
     }
 
     fn error(&self, kind: ToolServerErrorKind) -> ToolServerError {
-        let ToolServerSettings { name, url, .. } = self.settings.clone();
-        ToolServerError { server: name, url, kind }
+        let ToolServerSettings { name, url, .. } = &self.settings;
+        ToolServerError { server: name.clone(), url: without_credentials(url).into_owned(), kind }
     }
 }
 

@@ -204,6 +204,16 @@ async fn a_worker_that_sends_a_better_request_keeps_its_reward() {
 }
 
 #[tokio::test]
+async fn a_reported_failure_of_the_agent_is_no_damage_of_a_sandbox() {
+    for (kind, limit) in [("agent", Limit::AgentFailure), ("timeout", Limit::EpisodeTime)] {
+        let result = json!({"failure": {"kind": kind, "message": "m"}});
+        let work = Work { requests: vec![user("a")], result };
+        let (outcome, _) = outcome(RolloutSection::default(), reply, work).await;
+        assert_eq!(outcome, Outcome::Truncated { limit, reward: 0.0 });
+    }
+}
+
+#[tokio::test]
 async fn a_full_context_truncates_unless_the_worker_compacts_its_history() {
     let long = user(&"word ".repeat(600));
     for (requests, expected) in [

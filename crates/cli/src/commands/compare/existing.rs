@@ -114,15 +114,25 @@ pub(super) async fn read_run(
 }
 
 /// The plan of a configuration: the plan of any of its runs, without the seed. It includes the digests
-/// of the run's task files, because runs on other tasks are not the same configuration.
+/// of the run's task files, because runs on other tasks are not the same configuration, and one of its secrets,
+/// which it does not include.
 pub(super) fn plan(raw: &Sections, folder: &Utf8Path) -> anyhow::Result<serde_json::Value> {
     let mut raw = raw.clone();
     raw.run.seed = None;
     (raw.run.name, raw.run.tags) = (None, None);
-    let mut plan = serde_json::to_value(&raw)?;
+    let shown = raw.without_secrets();
+    let mut plan = serde_json::to_value(&shown)?;
     let files = task_source::recorded_files(folder)?;
-    if let (Some(plan), false) = (plan.as_object_mut(), files.is_empty()) {
-        plan.insert("task_files".to_owned(), serde_json::to_value(files)?);
+    let Some(entries) = plan.as_object_mut() else { return Ok(plan) };
+    if !files.is_empty() {
+        entries.insert("task_files".to_owned(), serde_json::to_value(files)?);
+    }
+    if shown != raw {
+        let digest =
+            blake3::hash(&serde_json::to_vec(&(&raw.agent.env, &raw.rollout.tool_servers))?);
+        // Enough to tell configurations apart.
+        let digest: String = digest.to_hex().chars().take(8).collect();
+        entries.insert("not_shown".to_owned(), digest.into());
     }
     Ok(plan)
 }

@@ -1,7 +1,8 @@
 //! The runs of a comparison: configs × variants × seeds.
 
-use crate::args::{CompareArgs, ConfigSource, Variant};
+use crate::args::{CompareArgs, Variant};
 use crate::config::{self, ConfigError, Sections, Settings};
+use crate::output;
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 
@@ -49,15 +50,21 @@ impl Matrix {
                     });
                 }
                 for &seed in &seeds {
-                    let sets = args.sets.iter().chain(sets).cloned();
-                    let sets = sets.chain(std::iter::once(format!("run.seed={seed}"))).collect();
-                    let source = ConfigSource { files: vec![file.clone()], sets };
-                    let raw = config::load(&source).and_then(|raw: Sections| {
+                    let seed_set = [format!("run.seed={seed}")];
+                    let layers = [args.sets.as_slice(), sets, &seed_set];
+                    let loaded = config::load_layers(std::slice::from_ref(file), &layers);
+                    let loaded = loaded.and_then(|(raw, left_out)| {
                         let raw = raw.with_defaults()?;
                         raw.check()?.check_training()?;
-                        Ok(raw)
+                        Ok((raw, left_out))
                     });
-                    let raw = raw.with_context(|| format!("configuration {name:?}"))?;
+                    let (raw, left_out) =
+                        loaded.with_context(|| format!("configuration {name:?}"))?;
+                    for problem in left_out.iter().filter(|_| Some(&seed) == seeds.first()) {
+                        output::say(format!(
+                            "warning: configuration {name:?}: not read: {problem}"
+                        ));
+                    }
                     let folder = out.join(&name).join(format!("seed-{seed}"));
                     cells.push(Cell { name: name.clone(), seed, raw, folder });
                 }

@@ -52,7 +52,11 @@ pub(super) fn harbor(args: &HarborExportArgs) -> anyhow::Result<ExitCode> {
     if args.selection.json {
         output::json(&json!({"written": written, "refused": refused}))?;
     } else {
-        output::data(format!("{}: {written} tasks written, {refused} refused", args.out));
+        output::data(format!(
+            "{}: {} written, {refused} refused",
+            args.out,
+            output::counted(written, "task")
+        ));
     }
     Ok(ExitCode::SUCCESS)
 }

@@ -66,8 +66,11 @@ pub(super) async fn import(args: &HarborImportArgs) -> anyhow::Result<ExitCode> 
     }
     if networked > 0 {
         output::say(format!(
-            "note: {networked} tasks allow a network, which their containers do not get; \
-             `orchestrate tasks verify` shows which of them need it"
+            "note: {}, but no container gets one; `orchestrate tasks verify` shows which tasks need it",
+            match networked {
+                1 => "1 task allows a network".to_owned(),
+                several => format!("{several} tasks allow a network"),
+            }
         ));
     }
     Ok(ExitCode::SUCCESS)

@@ -100,7 +100,8 @@ fn finish(
     let wanted = args.count as usize;
     if total < wanted {
         output::say(format!(
-            "note: made {total} of {wanted} tasks; all possible faults were tried"
+            "note: made {total} of {}; all possible faults were tried",
+            output::counted(wanted, "task")
         ));
     }
     if args.json {
@@ -112,14 +113,18 @@ fn finish(
         }))?;
     } else {
         output::data(format!(
-            "{}: {} tasks{}, each verified twice (gold patch = 1.0, no patch = 0.0) on {} tests",
+            "{}: {}{}, each verified twice (gold patch = 1.0, no patch = 0.0) on {}",
             args.out,
-            train.len(),
+            output::counted(train.len(), "task"),
             held_out.map(|path| format!(", {path}: {}", held.len())).unwrap_or_default(),
-            made.tests
+            output::counted(made.tests, "test")
         ));
         output::data(format!("faults: {}", listed(&families)));
-        output::data(format!("{} faults tried; rejected: {}", made.tried, listed(&rejected)));
+        output::data(format!(
+            "{} tried; rejected: {}",
+            output::counted(made.tried, "fault"),
+            listed(&rejected)
+        ));
         for (id, why) in &made.flaky {
             output::data(format!("  dropped: {id}: {why}"));
         }

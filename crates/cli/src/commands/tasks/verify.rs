@@ -88,8 +88,9 @@ pub(super) async fn verify(
         }))?;
     } else {
         output::data(format!(
-            "{done} tasks checked in real sandboxes, twice each: gold patch = 1.0 and no patch = \
+            "{} checked in real sandboxes, twice each: gold patch = 1.0 and no patch = \
              0.0 for {}",
+            output::counted(done, "task"),
             sound.len()
         ));
     }
