@@ -373,11 +373,12 @@ Examples:
   orchestrate show runs/first                 # steps, evaluations, episodes
   orchestrate show runs/first --step 3 --last 50
   orchestrate show runs/first t000003.01      # one episode: prompt, turns, patch, verdict
+  orchestrate show runs/first t000003.01-a02  # one attempt of it
   orchestrate show runs/first v00000-00012.00 # an evaluation episode")]
 pub(crate) struct ShowArgs {
     /// Run folder.
     pub(crate) run_dir: Utf8PathBuf,
-    /// Episode id, e.g. t000012.03.
+    /// Id of an episode, e.g. t000012.03, or of an attempt, e.g. t000012.03-a01.
     pub(crate) episode: Option<String>,
     /// Number of newest attempts that are listed.
     #[arg(long, value_name = "N", default_value_t = 12)]

@@ -5,6 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, Settings};
 use crate::error::UsageError;
 use crate::gateway::{self, Gateway, NoSandboxes};
+use crate::run_folder::TURNS_FOLDER;
 use crate::{images, output, task_source, tool_servers};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -431,7 +432,7 @@ async fn outside_parts(
     let tasks = task_source::task_set_of_run(settings, folder)?;
     let runner = runner(settings, folder, store, servers, Arc::new(NoSandboxes)).await?;
     let lost = store.reader().lost_attempts().await?;
-    let journals = TurnJournals::open(&folder.join("turns"), &lost)?;
+    let journals = TurnJournals::open(&folder.join(TURNS_FOLDER), &lost)?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
     let outside = Some(gateway.outside(journals));

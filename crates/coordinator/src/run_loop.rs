@@ -43,7 +43,7 @@
 use crate::context::{Context, RunEnd};
 use crate::error::RunError;
 use crate::evaluation::Evaluator;
-use crate::events::{Event, Reporter};
+use crate::events::{Event, Reporter, StageBefore};
 use crate::files::RunFolder;
 use crate::groups::{GroupCounts, SealedGroup};
 use crate::lag::LoopLag;
@@ -297,7 +297,13 @@ impl Driver {
             kept: count(GroupState::Kept),
             dropped: count(GroupState::Dropped),
         };
-        self.context.report(&Event::StepSampling { step, groups: counts.wanted, group_size });
+        let outcomes = self.store().reader().outcomes_of_step(step).await?;
+        self.context.report(&Event::StepSampling {
+            step,
+            groups: counts.wanted,
+            group_size,
+            before: StageBefore::new(&groups, outcomes),
+        });
         let mut pool = Pool::new(
             self.context.clone(),
             StageSettings {
@@ -317,8 +323,8 @@ impl Driver {
                 let task = self.train_task(id)?;
                 self.expect_images_after(seq)?;
                 self.store().open_group(id, step, &task.id, group_size).await?;
-                self.context
-                    .report(&Event::GroupOpened { group: id, task_id: task.id.to_string() });
+                let task_id = task.id.to_string();
+                self.context.report(&Event::GroupOpened { step, group: id, task_id });
                 pool.add(id, &task).await?;
                 counts.opened();
             }

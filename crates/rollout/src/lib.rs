@@ -84,5 +84,7 @@ pub use tool_server::{
     ToolServerError, ToolServerErrorKind, ToolServerSection, ToolServerSettings, ToolServers,
 };
 pub use tree::TreeChange;
+#[cfg(any(test, fuzzing))]
+pub use turn_journal::drawn::DrawnJournal;
 pub use turn_journal::{TurnJournalError, TurnJournals};
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -1,6 +1,7 @@
 //! Records of a turn journal as bytes: `length of the JSON part u32 | JSON | arrays`, all
 //! little-endian. The JSON part announces the arrays.
 
+use super::frames::DamagedFrame;
 use super::interned::{AskRecord, Interned};
 use crate::conversation::{Ask, Unanswered};
 use crate::line::AcceptedCall;
@@ -8,7 +9,7 @@ use crate::rows::{CachedRows, JoinedRows};
 use orchestrate_engine::{Finish, Generation, SampledTokens, VersionSpan};
 use orchestrate_gateway::{ErrorCode, LeaseRecord};
 use orchestrate_routing::RoutedRows;
-use orchestrate_types::{AttemptId, ModelShape, PolicyVersion, TokenId};
+use orchestrate_types::{AttemptId, ByteReader, EndsEarly, ModelShape, PolicyVersion, TokenId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +25,18 @@ pub(crate) struct MalformedRecord(pub(super) String);
 impl From<&str> for MalformedRecord {
     fn from(problem: &str) -> Self {
         Self(problem.to_owned())
+    }
+}
+
+impl From<DamagedFrame> for MalformedRecord {
+    fn from(error: DamagedFrame) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<EndsEarly> for MalformedRecord {
+    fn from(error: EndsEarly) -> Self {
+        Self(error.to_string())
     }
 }
 
@@ -162,8 +175,10 @@ fn micros(time: Duration) -> u64 {
 }
 
 /// The parts of a payload.
-pub(super) fn decode(payload: &[u8]) -> Result<(Duration, Described, Arrays<'_>), MalformedRecord> {
-    let mut parts = Arrays(payload);
+pub(super) fn decode(
+    payload: &[u8],
+) -> Result<(Duration, Described, ByteReader<'_>), MalformedRecord> {
+    let mut parts = ByteReader::new(payload);
     let used = Duration::from_micros(u64::from_le_bytes(parts.array()?));
     let length = u32::from_le_bytes(parts.array()?) as usize;
     let described: Described = serde_json::from_slice(parts.take(length)?)?;
@@ -207,7 +222,7 @@ pub(super) fn describe(
 /// The record that was described; `None` for the beginning of the attempt.
 pub(super) fn read(
     described: Described,
-    mut arrays: Arrays<'_>,
+    mut arrays: ByteReader<'_>,
     interned: &mut Interned,
     shape: &ModelShape,
 ) -> Result<Option<ConversationRecord>, MalformedRecord> {
@@ -235,7 +250,7 @@ pub(super) fn read(
         }
         Described::Restarted { .. } => ConversationRecord::Restarted,
     };
-    if !arrays.0.is_empty() {
+    if !arrays.rest().is_empty() {
         return Err("it has bytes after its end".into());
     }
     Ok(Some(record))
@@ -281,7 +296,7 @@ impl DescribedCall {
     /// Reads the call's arrays from the front of `arrays`.
     fn read(
         self,
-        arrays: &mut Arrays<'_>,
+        arrays: &mut ByteReader<'_>,
         shape: &ModelShape,
     ) -> Result<AcceptedCall, MalformedRecord> {
         let span = |(version, start, end)| VersionSpan { version, start, end };
@@ -314,32 +329,5 @@ impl DescribedCall {
         };
         let joined = JoinedRows { held: self.held, cached };
         Ok(AcceptedCall { generation, joined, was_leading: self.was_leading })
-    }
-}
-
-/// Values at the front of a slice.
-pub(super) struct Arrays<'a>(&'a [u8]);
-
-impl<'a> Arrays<'a> {
-    fn take(&mut self, bytes: usize) -> Result<&'a [u8], MalformedRecord> {
-        let (head, rest) = self.0.split_at_checked(bytes).ok_or("it ends too early")?;
-        self.0 = rest;
-        Ok(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], MalformedRecord> {
-        let mut out = [0; N];
-        out.copy_from_slice(self.take(N)?);
-        Ok(out)
-    }
-
-    fn values<T, const N: usize>(
-        &mut self,
-        count: usize,
-        from: fn([u8; N]) -> T,
-    ) -> Result<Vec<T>, MalformedRecord> {
-        let bytes = count.checked_mul(N).ok_or("a length in it is too large")?;
-        let mut piece = Arrays(self.take(bytes)?);
-        (0..count).map(|_| Ok(from(piece.array()?))).collect()
     }
 }
