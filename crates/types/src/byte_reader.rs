@@ -59,8 +59,10 @@ impl<'a> ByteReader<'a> {
 mod tests {
     use super::*;
 
+    type OfEachKind = (u16, Vec<u8>, Vec<u32>, Vec<u8>);
+
     /// Reads one value of each kind.
-    fn read(bytes: &[u8]) -> Result<(u16, Vec<u8>, Vec<u32>, Vec<u8>), EndsEarly> {
+    fn read(bytes: &[u8]) -> Result<OfEachKind, EndsEarly> {
         let mut reader = ByteReader::new(bytes);
         let number = u16::from_le_bytes(reader.array()?);
         let taken = reader.take(3)?.to_vec();

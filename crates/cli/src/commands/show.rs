@@ -113,10 +113,12 @@ impl States {
         if is_intended && self.is_running {
             return "running";
         }
-        if !is_intended && !(is_lost && self.lost.contains(&attempt)) {
-            return recorded;
+        let has_ended = !is_intended && (!is_lost || !self.lost.contains(&attempt));
+        match has_ended {
+            true => recorded,
+            false if can_continue(attempt) => "resumable",
+            false => AttemptState::Lost.name(),
         }
-        if can_continue(attempt) { "resumable" } else { AttemptState::Lost.name() }
     }
 }
 

@@ -1,6 +1,12 @@
 //! Turn journals with records that are drawn, for tests and fuzzing: whatever is done to the bytes, only
 //! records that were written are read.
 
+#![expect(
+    clippy::expect_used,
+    clippy::indexing_slicing,
+    reason = "a test helper fails by panicking"
+)]
+
 use super::record::{LimitRecord, RepliedRecord};
 use super::{Contents, ConversationRecord, Described, Interned, TakenRecord, describe, framed};
 use super::{frame, payloads};
@@ -78,7 +84,7 @@ impl DrawnJournal {
                 return;
             }
         };
-        let again = self.written_again(&contents);
+        let again = Self::written_again(&contents);
         let records = contents.records.len() + 1;
         assert_eq!(self.ends.get(records - 1), Some(&contents.valid));
         assert_eq!(self.bytes.get(..contents.valid), changed.get(..contents.valid));
@@ -89,6 +95,9 @@ impl DrawnJournal {
     }
 
     /// Reads the journal with a changed record that has its checksum: it is read or refused.
+    ///
+    /// # Panics
+    /// If reading does.
     pub fn check_record(&self, number: usize, change: impl FnOnce(&mut Vec<u8>)) {
         let (payloads, _) = payloads(&self.bytes).expect("it was not changed");
         let mut payloads: Vec<Vec<u8>> = payloads.into_iter().map(<[u8]>::to_vec).collect();
@@ -100,8 +109,8 @@ impl DrawnJournal {
         let _ = Contents::read(&frames.flatten().collect::<Vec<u8>>(), &self.shape);
     }
 
-    /// The records of `contents` as this journal wrote them.
-    fn written_again(&self, contents: &Contents) -> Vec<u8> {
+    /// The records of `contents` as a drawn journal writes them.
+    fn written_again(contents: &Contents) -> Vec<u8> {
         let taken = Described::Taken(contents.taken.clone());
         let mut bytes = framed(Duration::ZERO, &taken, &[]).expect("small");
         let mut interned = Interned::default();
@@ -121,7 +130,7 @@ fn record(number: u32, shape: &ModelShape, draw: Draw<'_>) -> ConversationRecord
             number,
             elapsed: Duration::from_millis(draw(100) as u64),
             contradicts: draw(2) == 0,
-            calls: (0..1 + draw(2)).map(|_| call(shape, draw)).collect(),
+            calls: (0..=draw(2)).map(|_| call(shape, draw)).collect(),
         }),
         3 => {
             let limit = if draw(2) == 0 { LimitRecord::Context } else { LimitRecord::Time };
@@ -141,7 +150,7 @@ fn ask(draw: Draw<'_>) -> Ask {
     let past = if draw(2) == 0 {
         Past::Tokens((0..draw(5)).map(|_| u32::try_from(draw(3)).expect("below 3")).collect())
     } else {
-        let said = (0..1 + draw(4)).map(|_| {
+        let said = (0..=draw(4)).map(|_| {
             let message: Message = crate::chat::message("user", ["go on", "stop"][draw(2)]);
             Arc::new(Said { message, reasoning: None, reply: None, call_ids: Vec::new() })
         });
@@ -170,8 +179,7 @@ fn call(shape: &ModelShape, draw: Draw<'_>) -> AcceptedCall {
     let mut generation = Generation::new(sampled, Finish::Stop, tokens).expect("valid");
     "http://a:30000".clone_into(&mut generation.worker);
     if draw(2) == 0 {
-        let ids: Vec<u8> =
-            (0..shape.row_bytes() * (1 + draw(3))).map(|at| (at % 2) as u8).collect();
+        let ids = [0, 1].repeat(shape.row_bytes() / 2 * (1 + draw(3)));
         generation.routed_experts = Some(RoutedRows::new(shape, draw(9), &ids).expect("valid"));
     }
     let cached = (draw(3) == 0)

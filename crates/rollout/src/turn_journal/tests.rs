@@ -58,6 +58,9 @@ fn a_file_that_ends_before_its_first_record_is_told_from_a_damaged_one() {
     assert!(matches!(lease_in(&path, first), Err(TurnJournalError::Damaged { .. })));
 }
 
+/// Puts something at a path.
+type Make<'a> = (&'a str, Box<dyn Fn(&Utf8Path) + 'a>);
+
 #[test]
 fn what_is_not_a_regular_file_stays_and_blocks_nothing() {
     let (_temp, folder) = folder();
@@ -65,7 +68,6 @@ fn what_is_not_a_regular_file_stays_and_blocks_nothing() {
     let outside = tempfile::NamedTempFile::new().unwrap();
     fs_err::copy(folder.join(file_name(second)), outside.path()).unwrap();
     let path = folder.join(file_name(first));
-    type Make<'a> = (&'a str, Box<dyn Fn(&Utf8Path) + 'a>);
     let kinds: [Make<'_>; 4] = [
         ("folder", Box::new(|path| fs_err::create_dir(path).unwrap())),
         ("link", Box::new(|path| symlink(outside.path(), path).unwrap())),
