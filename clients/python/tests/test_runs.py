@@ -5,6 +5,7 @@ Needs the orchestrator's program: `ORCHESTRATE_BIN`, or one below `target/`.
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import random
@@ -104,7 +105,7 @@ def test_the_agent_without_the_client_is_evaluated(start_run: Start, worker: Wor
         *("gateway", "--tasks", str(rows), "--listen", "127.0.0.1:0"),
         *settings(policy, "rollout.max_response_tokens=32"),
     )
-    process = worker(EXAMPLES / "outside-agent/agent.py", "--url", run.url)
+    process = worker(EXAMPLES / "external-agent/agent.py", "--url", run.url)
     assert run.wait() == 0, run.log()
     assert process.wait(300) == 0
     check_journal(run)
@@ -205,6 +206,54 @@ def test_a_killed_run_loses_no_acknowledged_result_and_doubles_none(
     # No reply that a worker got is lost: its episode goes on after the kill.
     asked = {attempt for what, attempt in results if what == "asked"}
     assert {states[attempt] for attempt in asked} == {"sealed"}
+
+
+def told(command: str, run: Run, *arguments: str) -> Any:
+    """What the program says of a run."""
+    words = [program(), command, run.folder, *arguments, "--json"]
+    return json.loads(subprocess.run(words, capture_output=True, check=True, timeout=120).stdout)
+
+
+def test_what_is_shown_of_a_run_is_true_before_and_after_a_kill(start_run: Start) -> None:
+    run = start_run("run", *CONFIG, *listen(free_port()), *settings("run.retry_pause=0s"))
+
+    def state(episode: orchestrate.Episode) -> str:
+        newest = told("show", run, "--last", "100")["newest"]
+        (found,) = [row["state"] for row in newest if row["id"] == episode.taken.attempt]
+        assert isinstance(found, str)
+        return found
+
+    def ended() -> int:
+        status = told("status", run)["status"]
+        return -1 if status is None else int(status["counts"]["ended"])
+
+    with orchestrate.Gateway(run.url, patience=240.0) as gateway:
+        goes_on, is_cut, is_over = gateway.take(), gateway.take(), gateway.take()
+        for episode in (goes_on, is_cut, is_over):
+            episode.chat([{"role": "user", "content": episode.task.prompt}])
+        assert is_over.finish(1.0) == "scored"
+        assert [state(each) for each in (goes_on, is_cut, is_over)] == ["running"] * 2 + ["sealed"]
+        wait_for(lambda: ended() == 1, "the status counts the episode that has ended")
+        run.kill()
+        (run.folder / "turns" / f"{is_cut.taken.attempt}.turns").write_bytes(b"\x07")
+        states = [state(each) for each in (goes_on, is_cut, is_over)]
+        assert states == ["resumable", "lost", "sealed"]
+        assert told("status", run)["state"] == "stopped"
+        assert told("show", run, goes_on.taken.attempt) == {
+            "id": goes_on.taken.attempt,
+            "state": "resumable",
+        }
+        assert told("show", run, is_over.taken.attempt)["attempt"] == is_over.taken.attempt
+        run.resume()
+        wait_for(lambda: state(goes_on) == "running", "the attempt goes on")
+        assert state(is_cut) == "lost"
+        assert "was killed before a worker got the attempt" in run.log()
+        wait_for(lambda: ended() == 1, "the status counts what had ended before the kill")
+        assert goes_on.finish(0.0) == "scored"
+        wait_for(lambda: ended() == 2, "the status counts each episode once")
+        assert [state(each) for each in (goes_on, is_cut, is_over)] == ["sealed", "lost", "sealed"]
+        with contextlib.suppress(orchestrate.OrchestrateError):
+            is_cut.abandon()
 
 
 def test_a_killed_run_continues_the_episodes_of_its_workers(start_run: Start) -> None:

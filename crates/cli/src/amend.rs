@@ -1,6 +1,7 @@
 //! Settings that may change when a run resumes: where its servers are, how much runs at the same time, how
 //! long it waits, how long it is, and what it is called. What is sampled and trained stays as it was.
 
+use crate::config::RENAMES;
 use crate::error::UsageError;
 
 /// Keys that `--resume --set` accepts, listed in `docs/src/operations.md`.
@@ -38,7 +39,7 @@ pub(crate) const AMENDABLE: &[&str] = &[
     "engine.start_timeout",
     "engine.max_in_flight",
     "engine.probe_interval",
-    "engine.away_timeout",
+    "engine.out_of_service_timeout",
     "trainer.url",
     "trainer.token_env",
     "trainer.tls_ca",
@@ -72,9 +73,11 @@ pub(crate) const AMENDABLE: &[&str] = &[
     "diagnostics.on_collapse",
 ];
 
-/// The key of an assignment like `run.steps=20`.
+/// The key of an assignment like `run.steps=20`, by its present name.
 fn key(assignment: &str) -> &str {
-    assignment.split_once('=').map_or(assignment, |(key, _)| key).trim()
+    let written = assignment.split_once('=').map_or(assignment, |(key, _)| key).trim();
+    let renamed = RENAMES.keys.iter().find(|(old, _)| *old == written);
+    renamed.map_or(written, |(_, new)| new)
 }
 
 /// Checks that each new assignment may change a run that has started.
@@ -115,7 +118,9 @@ mod tests {
 
     #[test]
     fn what_is_sampled_or_trained_is_fixed() {
-        assert!(check(&strings(&["run.steps=3", " engine.url = x"])).is_ok());
+        assert!(
+            check(&strings(&["run.steps=3", " engine.url = x", "engine.away_timeout=5m"])).is_ok()
+        );
         let error = check(&strings(&["run.steps=3", "rollout.group_size=4"])).unwrap_err();
         assert!(error.to_string().starts_with("rollout.group_size "), "{error}");
     }

@@ -201,15 +201,15 @@ pub(crate) struct EvalArgs {
 #[derive(Debug, Args)]
 #[command(after_help = "\
 Examples:
-  orchestrate gateway --tasks rows.jsonl --run-dir runs/outside --set engine.model=policies/start
+  orchestrate gateway --tasks rows.jsonl --run-dir runs/external --set engine.model=policies/start
   SECRET=... orchestrate gateway --config eval.toml --run-dir runs/fleet --listen 0.0.0.0:4170 \\
       --set gateway.secret_env=SECRET
   orchestrate gateway --run-dir runs/fleet --resume
 
-The same as `orchestrate eval` with rollout.scaffold = \"outside\": nothing is trained, and Docker is
+The same as `orchestrate eval` with rollout.scaffold = \"external\": nothing is trained, and Docker is
 not needed. Rows of --tasks may be of any family; a plain row has `id`, `prompt` and the columns
 that its environment reads. Workers use the Python package in clients/python, or the protocol in
-docs/src/agents-outside.md.")]
+docs/src/agents-external.md.")]
 pub(crate) struct GatewayArgs {
     #[command(flatten)]
     pub(crate) eval: EvalArgs,
@@ -373,11 +373,12 @@ Examples:
   orchestrate show runs/first                 # steps, evaluations, episodes
   orchestrate show runs/first --step 3 --last 50
   orchestrate show runs/first t000003.01      # one episode: prompt, turns, patch, verdict
+  orchestrate show runs/first t000003.01-a02  # one attempt of it
   orchestrate show runs/first v00000-00012.00 # an evaluation episode")]
 pub(crate) struct ShowArgs {
     /// Run folder.
     pub(crate) run_dir: Utf8PathBuf,
-    /// Episode id, e.g. t000012.03.
+    /// Id of an episode, e.g. t000012.03, or of an attempt, e.g. t000012.03-a01.
     pub(crate) episode: Option<String>,
     /// Number of newest attempts that are listed.
     #[arg(long, value_name = "N", default_value_t = 12)]

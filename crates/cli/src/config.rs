@@ -19,7 +19,7 @@ use orchestrate_rollout::{
 use orchestrate_routing::RoutingSection;
 use orchestrate_sandbox::{DockerHostSection, SandboxSection};
 use orchestrate_settings::{
-    Layers, Origins, Problems, Section, SectionKeys, at_least, documentation, settings,
+    Layers, Origins, Problems, Renames, Section, SectionKeys, at_least, documentation, settings,
 };
 use orchestrate_sinks::SinksSection;
 use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN, has_credentials, without_credentials};
@@ -179,11 +179,18 @@ fn without_defaults(schema: &mut Schema) {
 const ALTERNATIVES: &[&[&str]] =
     &[&["engine.url", "engine.urls", "engine.discover"], &["sandbox.docker_host", "sandbox.hosts"]];
 
+/// Names that older configurations use.
+pub(crate) const RENAMES: Renames = Renames {
+    keys: &[("engine.away_timeout", "engine.out_of_service_timeout")],
+    choices: &[("rollout.scaffold", "outside", "external")],
+};
+
 /// Keys whose values may be secrets: the variables of an agent have keys of other services.
 const SECRETS: &[&str] = &["agent.env"];
 
 fn layers() -> Layers {
-    Layers::of::<Sections>().with_alternatives(ALTERNATIVES).with_secrets(SECRETS)
+    let layers = Layers::of::<Sections>().with_alternatives(ALTERNATIVES);
+    layers.with_secrets(SECRETS).with_renames(RENAMES)
 }
 
 /// Reads and merges all layers of `source`. What a later layer leaves unread of an earlier one is left out,
@@ -194,6 +201,9 @@ fn layers() -> Layers {
 /// these, every other problem of the configuration.
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
     let (sections, left_out) = load_layers(&source.files, &[&source.sets])?;
+    for notice in sections.origins.renamed() {
+        output::say(format!("warning: {}", without_credentials(notice)));
+    }
     for problem in left_out {
         output::say(format!("warning: not read: {problem}"));
     }
@@ -483,8 +493,8 @@ fn check_unread(
         let why = "only applies with rollout.scaffold = \"command\"";
         refuse_unread(&sections.agent, &sections.agent.given(), why, problems);
     }
-    if are_read(&["rollout", "gateway"]) && scaffold != Scaffold::Outside {
-        let why = "only applies with rollout.scaffold = \"outside\"";
+    if are_read(&["rollout", "gateway"]) && scaffold != Scaffold::External {
+        let why = "only applies with rollout.scaffold = \"external\"";
         refuse_unread(&sections.gateway, &sections.gateway.given(), why, problems);
     }
     let tasks = sections.tasks.fill();
@@ -684,7 +694,7 @@ mod tests {
         // Each key by itself: what makes it unread, and what makes it read.
         let cases: [(&str, &[&str], &[&str]); 13] = [
             ("agent.port=99", &[], &agent),
-            ("gateway.lease=5s", &agent, &["rollout.scaffold=outside"]),
+            ("gateway.lease=5s", &agent, &["rollout.scaffold=external"]),
             ("embedded.max_running=3", &[server], &[]),
             ("run.keep_checkpoints=9", &["trainer.url=http://a:1"], &[server]),
             ("rollout.thinking=true", &chat, &[server]),
@@ -728,7 +738,7 @@ mod tests {
         assert_eq!((left_out.len(), timeout, refused), (1, None, 0));
         let start = format!("{base}:2:1: rollout.command_timeout = \"10s\": does not apply");
         assert!(left_out[0].starts_with(&start), "{left_out:?}");
-        assert_eq!(composed(&[&base], &["rollout.scaffold=outside"]).0.len(), 1);
+        assert_eq!(composed(&[&base], &["rollout.scaffold=external"]).0.len(), 1);
         // With what is before it, each of these is unread where it stands.
         for (files, sets) in [
             (&[&agent, &late][..], &[][..]),
@@ -891,7 +901,7 @@ mod tests {
             (&["rollout.group_size=1", "algorithm.policy_loss=ppo"], "rollout.group_size"),
             (&["rollout.top_p=0.9"], "rollout.top_p"),
             (&["tasks.held_out_file=rows"], "tasks.file"),
-            (&["tasks.held_out_file=rows", "rollout.scaffold=outside"], "tasks.file"),
+            (&["tasks.held_out_file=rows", "rollout.scaffold=external"], "tasks.file"),
         ] {
             // An evaluation can do with it.
             let settings = sets(assignments).unwrap().check().unwrap();

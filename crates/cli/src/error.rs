@@ -39,10 +39,10 @@ pub enum UsageError {
         /// Number of refused rows.
         refused: usize,
     },
-    /// Not an episode id, or not one of this run.
+    /// Not the id of an episode or an attempt, or not one of this run.
     #[error(
-        "`{id}` is not an episode of {run_dir} (ids look like t000012.03; `orchestrate show \
-         {run_dir}` lists the newest)"
+        "`{id}` is not an episode or attempt of {run_dir} (ids look like t000012.03 and \
+         t000012.03-a01; `orchestrate show {run_dir}` lists the newest)"
     )]
     UnknownEpisode {
         /// As given.
@@ -58,7 +58,7 @@ pub enum UsageError {
     },
     /// Grading a log was requested for a plain row.
     #[error("task `{id}` has no tests: an external worker returns its reward")]
-    GradedOutside {
+    GradedExternally {
         /// As given.
         id: String,
     },

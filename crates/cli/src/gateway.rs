@@ -13,7 +13,7 @@ use orchestrate_gateway::{
 use orchestrate_moe::http::{
     ConnectionObserver, Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
 };
-use orchestrate_rollout::{Outside, RolloutSettings, TurnJournals};
+use orchestrate_rollout::{ExternalWorkers, RolloutSettings, TurnJournals};
 use orchestrate_sandbox::{
     Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
 };
@@ -69,8 +69,8 @@ impl Gateway {
     }
 
     /// The offers of this gateway, for the runner.
-    pub(crate) fn outside(&self, journals: TurnJournals) -> Outside {
-        Outside::new(self.offers.clone(), self.grace, journals)
+    pub(crate) fn external(&self, journals: TurnJournals) -> ExternalWorkers {
+        ExternalWorkers::new(self.offers.clone(), self.grace, journals)
     }
 
     /// Serves workers until `stop` is cancelled.
@@ -155,7 +155,7 @@ pub(crate) fn needs_workers(rollout: &RolloutSettings) -> ConfigProblem {
     ConfigProblem::new(
         "rollout.scaffold",
         scaffold.as_str().unwrap_or_default(),
-        "must be \"outside\": the task file has plain rows, whose environment an external worker provides",
+        "must be \"external\": the task file has plain rows, whose environment an external worker provides",
     )
 }
 

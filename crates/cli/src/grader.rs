@@ -123,7 +123,7 @@ impl<'a> Grader<'a> {
             workdir: task.workdir.clone(),
             limits: wiring::limits(self.settings),
             deadline: task.test_timeout.saturating_add(SLACK).saturating_add(solution_time(task)),
-            reusable: task.origin == Origin::Files,
+            reusable: task.brings_all_files(),
         }
     }
 }

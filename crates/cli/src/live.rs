@@ -2,12 +2,14 @@
 
 use crate::output;
 use crate::progress::Progress;
-use orchestrate_coordinator::{Event, Reporter, Stop};
+use orchestrate_coordinator::{Event, Reporter, StageBefore, Stop};
 use orchestrate_handoff::protocol::StepState;
 use orchestrate_metrics::{EvalLine, StepLine, is_solved};
 use orchestrate_sandbox::ImageListener;
-use orchestrate_types::{Outcome, RunId};
+use orchestrate_store::GroupState;
+use orchestrate_types::{AttemptId, GroupId, Outcome, RunId};
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::sync::{Arc, Mutex, PoisonError};
 
 /// Counters of the current stage, as the status of the run has them.
@@ -15,7 +17,7 @@ use std::sync::{Arc, Mutex, PoisonError};
 pub(crate) struct StageCounts {
     /// The stage in words.
     pub(crate) title: String,
-    /// Attempts under way.
+    /// Attempts under way, including those of other stages.
     pub(crate) in_flight: u64,
     /// Episodes with an outcome, and those that the stage will have, as far as known.
     pub(crate) ended: u64,
@@ -32,9 +34,18 @@ pub(crate) struct StageCounts {
 #[derive(Debug, Default)]
 struct Stage {
     counts: StageCounts,
+    /// The groups that `counts` is about.
+    scope: Option<Scope>,
     last_kl: Option<f64>,
     /// An evaluation without training.
     standalone: bool,
+}
+
+/// The groups of a stage. Stages overlap, so events of other groups arrive, too.
+#[derive(Debug)]
+enum Scope {
+    Step { step: u32, wanted: u32, group_size: u16, opened: HashSet<GroupId> },
+    Evaluation { round: u32 },
 }
 
 /// The live view of one run.
@@ -93,27 +104,26 @@ impl View {
             Event::WeightsLive { version } => {
                 tracing::debug!(policy_version = version.0, "weights are live");
             }
-            Event::StepSampling { step, groups, group_size } => {
-                let kl = stage.last_kl;
-                let counts = StageCounts {
-                    title: format!("step {step}/{} rollout", self.steps),
-                    planned: u64::from(*groups) * u64::from(*group_size),
-                    ..StageCounts::default()
+            Event::StepSampling { step, groups, group_size, before } => {
+                let scope = Scope::Step {
+                    step: *step,
+                    wanted: *groups,
+                    group_size: *group_size,
+                    opened: before.groups.iter().map(|(group, _)| *group).collect(),
                 };
-                *stage = Stage { counts, last_kl: kl, ..Stage::default() };
+                stage.begin(format!("step {step}/{} rollout", self.steps), 0, scope, before);
             }
-            Event::EvalStarted { round, episodes } => {
-                let kl = stage.last_kl;
+            Event::EvalStarted { round, episodes, before } => {
                 let title = if stage.standalone {
                     "evaluation".to_owned()
                 } else {
                     format!("evaluation after step {round}")
                 };
-                let counts =
-                    StageCounts { title, planned: *episodes as u64, ..StageCounts::default() };
-                *stage = Stage { counts, last_kl: kl, standalone: stage.standalone };
+                let scope = Scope::Evaluation { round: *round };
+                stage.begin(title, *episodes as u64, scope, before);
             }
-            Event::GroupOpened { group, task_id } => {
+            Event::GroupOpened { step, group, task_id } => {
+                stage.opened(*step, *group);
                 tracing::debug!(group_id = %group, task_id, "group opened");
             }
             Event::AttemptStarted { attempt } => {
@@ -127,11 +137,11 @@ impl View {
                 self.progress
                     .line(&format!("warning: episode {episode} failed in every attempt: {error}"));
             }
-            Event::GroupDecided { dropped, .. } => {
-                if dropped.is_some() {
-                    stage.counts.dropped += 1;
-                } else {
-                    stage.counts.kept += 1;
+            Event::GroupDecided { group, dropped } => {
+                if stage.includes(*group) {
+                    let state =
+                        if dropped.is_some() { GroupState::Dropped } else { GroupState::Kept };
+                    stage.counts.decided(state);
                 }
             }
             Event::Training { step, state } => stage.training(*step, self.steps, state),
@@ -154,17 +164,68 @@ impl View {
     }
 }
 
-impl Stage {
-    fn ended(&mut self, attempt: &orchestrate_types::AttemptId, outcome: &Outcome, turns: usize) {
-        self.counts.in_flight = self.counts.in_flight.saturating_sub(1);
+impl StageCounts {
+    fn ended(&mut self, outcome: &Outcome) {
         match outcome {
             Outcome::Scored { reward } | Outcome::Truncated { reward, .. } => {
-                self.counts.ended += 1;
-                self.counts.solved += u64::from(is_solved(*reward));
+                self.ended += 1;
+                self.solved += u64::from(is_solved(*reward));
             }
             Outcome::Aborted { .. } => {}
             // The pool warns of it.
-            Outcome::Broken { .. } => self.counts.broken += 1,
+            Outcome::Broken { .. } => self.broken += 1,
+        }
+    }
+
+    fn decided(&mut self, state: GroupState) {
+        match state {
+            GroupState::Kept => self.kept += 1,
+            GroupState::Dropped => self.dropped += 1,
+            GroupState::Filling => {}
+        }
+    }
+}
+
+impl Stage {
+    /// Begins to count a stage, with what was there before.
+    fn begin(&mut self, title: String, planned: u64, scope: Scope, before: &StageBefore) {
+        let in_flight = self.counts.in_flight;
+        self.counts = StageCounts { title, in_flight, planned, ..StageCounts::default() };
+        before.outcomes.iter().for_each(|outcome| self.counts.ended(outcome));
+        before.groups.iter().for_each(|(_, state)| self.counts.decided(*state));
+        self.scope = Some(scope);
+        self.plan();
+    }
+
+    /// Counts the episodes of a step: a dropped group is replaced, so there may be more than it wants.
+    fn plan(&mut self) {
+        if let Some(Scope::Step { wanted, group_size, opened, .. }) = &self.scope {
+            let groups = u64::from(*wanted).max(opened.len() as u64);
+            self.counts.planned = groups * u64::from(*group_size);
+        }
+    }
+
+    fn opened(&mut self, of: u32, group: GroupId) {
+        if let Some(Scope::Step { step, opened, .. }) = &mut self.scope
+            && *step == of
+        {
+            opened.insert(group);
+            self.plan();
+        }
+    }
+
+    fn includes(&self, group: GroupId) -> bool {
+        match (&self.scope, group) {
+            (Some(Scope::Step { opened, .. }), group) => opened.contains(&group),
+            (Some(Scope::Evaluation { round }), GroupId::Eval { round: of, .. }) => *round == of,
+            (Some(Scope::Evaluation { .. }), GroupId::Train { .. }) | (None, _) => false,
+        }
+    }
+
+    fn ended(&mut self, attempt: &AttemptId, outcome: &Outcome, turns: usize) {
+        self.counts.in_flight = self.counts.in_flight.saturating_sub(1);
+        if self.includes(attempt.episode.group) {
+            self.counts.ended(outcome);
         }
         tracing::debug!(%attempt, outcome = outcome.name(), turns, "attempt ended");
     }
@@ -291,6 +352,7 @@ async fn watch_signals(stop: Stop) {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use orchestrate_types::EpisodeId;
 
     #[test]
     fn resumed_run_names_a_step_that_exists() {
@@ -301,6 +363,83 @@ mod tests {
         assert_eq!(text(1, 1), "run ID starts: 12 steps");
         assert_eq!(text(2, 4), "run ID resumes at step 4 of 12");
         assert_eq!(text(2, 13), "run ID resumes after step 12 of 12");
+    }
+
+    /// Counts as the status has them: ended, planned, in flight, solved, broken, kept, dropped.
+    fn counts(view: &View) -> [u64; 7] {
+        let c = view.counts();
+        [c.ended, c.planned, c.in_flight, c.solved, c.broken, c.kept, c.dropped]
+    }
+
+    fn attempt(group: u32, member: u16) -> AttemptId {
+        let episode = EpisodeId { group: GroupId::Train { seq: group }, member };
+        AttemptId { episode, attempt: 1 }
+    }
+
+    fn broken() -> Outcome {
+        Outcome::Broken { stage: orchestrate_types::Stage::Exec, error: "gone".to_owned() }
+    }
+
+    fn sampling(step: u32, before: StageBefore) -> Event {
+        Event::StepSampling { step, groups: 2, group_size: 2, before }
+    }
+
+    fn opened(step: u32, seq: u32) -> Event {
+        let group = GroupId::Train { seq };
+        Event::GroupOpened { step, group, task_id: "task".to_owned() }
+    }
+
+    fn ended(attempt: AttemptId, reward: f64) -> Event {
+        Event::AttemptEnded { attempt, outcome: Outcome::Scored { reward }, turns: 1 }
+    }
+
+    #[test]
+    fn a_resumed_stage_counts_what_had_ended_before_and_nothing_twice() {
+        let view = View::new(3);
+        let group = |seq| GroupId::Train { seq };
+        let before = StageBefore {
+            groups: vec![(group(0), GroupState::Dropped), (group(1), GroupState::Filling)],
+            outcomes: vec![
+                Outcome::Scored { reward: 1.0 },
+                Outcome::Scored { reward: 1.0 },
+                broken(),
+                Outcome::Scored { reward: 0.0 },
+            ],
+        };
+        view.show(&sampling(1, before));
+        assert_eq!(counts(&view), [3, 4, 0, 2, 1, 0, 1]);
+        view.show(&opened(1, 2));
+        assert_eq!(counts(&view), [3, 6, 0, 2, 1, 0, 1]);
+        view.show(&Event::AttemptStarted { attempt: attempt(1, 1) });
+        assert_eq!(counts(&view), [3, 6, 1, 2, 1, 0, 1]);
+        view.show(&ended(attempt(1, 1), 1.0));
+        view.show(&Event::GroupDecided { group: group(1), dropped: None });
+        assert_eq!(counts(&view), [4, 6, 0, 3, 1, 1, 1]);
+    }
+
+    #[test]
+    fn stages_that_overlap_are_not_mixed() {
+        let view = View::new(3);
+        view.show(&sampling(1, StageBefore::default()));
+        view.show(&opened(1, 0));
+        view.show(&Event::AttemptStarted { attempt: attempt(0, 0) });
+        view.show(&sampling(2, StageBefore::default()));
+        view.show(&opened(2, 1));
+        view.show(&opened(1, 2));
+        view.show(&Event::AttemptStarted { attempt: attempt(1, 0) });
+        assert_eq!(counts(&view), [0, 4, 2, 0, 0, 0, 0]);
+        view.show(&ended(attempt(0, 0), 1.0));
+        view.show(&Event::GroupDecided { group: GroupId::Train { seq: 0 }, dropped: None });
+        assert_eq!(counts(&view), [0, 4, 1, 0, 0, 0, 0]);
+        view.show(&ended(attempt(1, 0), 1.0));
+        assert_eq!(counts(&view), [1, 4, 0, 1, 0, 0, 0]);
+        let before = StageBefore {
+            groups: vec![(GroupId::Eval { round: 1, index: 0 }, GroupState::Kept)],
+            outcomes: vec![Outcome::Scored { reward: 0.5 }],
+        };
+        view.show(&Event::EvalStarted { round: 1, episodes: 9, before });
+        view.show(&ended(attempt(1, 1), 1.0));
+        assert_eq!(counts(&view), [1, 9, 0, 0, 0, 1, 0]);
     }
 
     #[test]

@@ -147,6 +147,8 @@ async fn check_changes(before: &Settings, after: &Settings, reader: &Reader) -> 
     if problems.is_empty() { Ok(()) } else { Err(ConfigError::Problems(problems).into()) }
 }
 
+/// Name of the folder with the turns of external agents in a run folder.
+pub(crate) const TURNS_FOLDER: &str = "turns";
 /// Entries of a run folder that this program makes.
 const ENTRIES: [&str; 20] = [
     PLAN_FILE,
@@ -160,7 +162,7 @@ const ENTRIES: [&str; 20] = [
     "predictions.jsonl",
     "tensorboard",
     "routing",
-    "turns",
+    TURNS_FOLDER,
     "checkpoints",
     "batches",
     "blobs",

@@ -174,9 +174,9 @@ pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Ta
 /// As [`of_file`]; and if a row is a plain row, whose environment an external worker provides.
 pub(crate) fn tested_of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
     let tasks = of_file(file, skip)?;
-    let plain = tasks.iter().find(|task| matches!(task.origin, Origin::Outside(_)));
+    let plain = tasks.iter().find(|task| matches!(task.origin, Origin::External(_)));
     if let Some(task) = plain {
-        anyhow::bail!(UsageError::GradedOutside { id: task.id.as_str().to_owned() });
+        anyhow::bail!(UsageError::GradedExternally { id: task.id.as_str().to_owned() });
     }
     Ok(tasks)
 }

@@ -5,6 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, Settings};
 use crate::error::UsageError;
 use crate::gateway::{self, Gateway, NoSandboxes};
+use crate::run_folder::TURNS_FOLDER;
 use crate::{images, output, task_source, tool_servers};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -218,7 +219,7 @@ pub(crate) async fn engine(
     let options = FleetOptions {
         max_in_flight: plan.max_in_flight,
         probe_interval: plan.probe_interval.0,
-        away_timeout: plan.away_timeout.0,
+        out_of_service_timeout: plan.out_of_service_timeout.0,
     };
     Ok(Fleet::start(members, options)?)
 }
@@ -382,8 +383,8 @@ pub(crate) async fn parts(
     image_listener: ImageListener,
 ) -> anyhow::Result<Parts> {
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
-    let is_outside = settings.rollout.scaffold == Scaffold::Outside;
-    if !is_outside && settings.sandbox.reuse && containers < 2 * episodes as usize {
+    let is_external = settings.rollout.scaffold == Scaffold::External;
+    if !is_external && settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
             "note: {containers} containers for {episodes} episodes in flight: idle containers are \
              restarted as agents and graders alternate; {} containers in total avoid that \
@@ -391,8 +392,8 @@ pub(crate) async fn parts(
             2 * episodes
         ));
     }
-    if is_outside {
-        return outside_parts(settings, folder, store, servers).await;
+    if is_external {
+        return external_parts(settings, folder, store, servers).await;
     }
     let agent = (settings.rollout.scaffold == Scaffold::Command).then(|| settings.agent.clone());
     let folder_of_agent = agent.as_ref().and_then(|agent| agent.folder.clone());
@@ -412,7 +413,7 @@ pub(crate) async fn parts(
     let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let tasks = task_source::task_set_of_run(settings, folder)?;
     let mut all = tasks.train.iter().chain(&tasks.held_out);
-    if all.any(|task| matches!(task.origin, Origin::Outside(_))) {
+    if all.any(|task| matches!(task.origin, Origin::External(_))) {
         let problem = gateway::needs_workers(&settings.rollout);
         anyhow::bail!(config::ConfigError::Problems(vec![problem]));
     }
@@ -422,7 +423,7 @@ pub(crate) async fn parts(
 }
 
 /// The parts of a run whose episodes are run by external workers.
-async fn outside_parts(
+async fn external_parts(
     settings: &Settings,
     folder: &Utf8Path,
     store: &Store,
@@ -431,12 +432,12 @@ async fn outside_parts(
     let tasks = task_source::task_set_of_run(settings, folder)?;
     let runner = runner(settings, folder, store, servers, Arc::new(NoSandboxes)).await?;
     let lost = store.reader().lost_attempts().await?;
-    let journals = TurnJournals::open(&folder.join("turns"), &lost)?;
+    let journals = TurnJournals::open(&folder.join(TURNS_FOLDER), &lost)?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
-    let outside = Some(gateway.outside(journals));
+    let external = Some(gateway.external(journals));
     servers.add(|stop| gateway.serve(stop));
-    Ok(Parts::new(EpisodeRunner { outside, ..runner }, tasks))
+    Ok(Parts::new(EpisodeRunner { external, ..runner }, tasks))
 }
 
 /// Connects the tool servers and the engine, and builds the runner of episodes.
@@ -465,9 +466,9 @@ async fn runner(
         engine,
         sandboxes,
         chat: Arc::new(chat),
-        plan: Arc::new(settings.rollout.clone()),
+        settings: Arc::new(settings.rollout.clone()),
         agent: None,
-        outside: None,
+        external: None,
         tool_servers,
         container_limits: limits(settings),
         rules: settings.reward.rules(),

@@ -7,7 +7,7 @@ pub use standalone::Evaluation;
 use crate::config::RunSettings;
 use crate::context::Context;
 use crate::error::RunError;
-use crate::events::Event;
+use crate::events::{Event, StageBefore};
 use crate::files::RunFolder;
 use crate::groups::{Decision, SealedGroup};
 use crate::plan::TaskSet;
@@ -85,7 +85,10 @@ impl Evaluator<'_> {
     async fn run_eval_groups(&self, round: u32, tasks: &[Arc<Task>]) -> Result<(), RunError> {
         let size = self.run_settings().eval_samples;
         let planned = tasks.len() * usize::from(size);
-        self.context.report(&Event::EvalStarted { round, episodes: planned });
+        let groups = self.reader().groups_of_eval(round).await?;
+        let outcomes = self.reader().outcomes_of_eval(round).await?;
+        let before = StageBefore::new(&groups, outcomes);
+        self.context.report(&Event::EvalStarted { round, episodes: planned, before });
         let settings = StageSettings {
             temperature: self.run_settings().eval_temperature,
             want_routing: false,

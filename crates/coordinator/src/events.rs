@@ -2,7 +2,23 @@
 
 use orchestrate_handoff::protocol::StepState;
 use orchestrate_metrics::{EvalLine, StepLine};
+use orchestrate_store::{GroupRow, GroupState};
 use orchestrate_types::{AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId};
+
+/// What the journal has of a stage that starts or continues: nothing, unless the run was resumed in it.
+#[derive(Debug, Clone, PartialEq, Default)]
+pub struct StageBefore {
+    /// Its groups that were opened.
+    pub groups: Vec<(GroupId, GroupState)>,
+    /// Outcomes of its episodes that have ended, and of its broken attempts.
+    pub outcomes: Vec<Outcome>,
+}
+
+impl StageBefore {
+    pub(crate) fn new(groups: &[GroupRow], outcomes: Vec<Outcome>) -> Self {
+        Self { groups: groups.iter().map(|group| (group.id, group.state)).collect(), outcomes }
+    }
+}
 
 /// Something that happened.
 #[derive(Debug, Clone, PartialEq)]
@@ -43,6 +59,8 @@ pub enum Event {
         groups: u32,
         /// Episodes per group.
         group_size: u16,
+        /// What an earlier start of the run made of it.
+        before: StageBefore,
     },
     /// An evaluation starts or continues.
     EvalStarted {
@@ -50,9 +68,13 @@ pub enum Event {
         round: u32,
         /// Episodes of the evaluation, including those that have already ended.
         episodes: usize,
+        /// What an earlier start of the run made of it.
+        before: StageBefore,
     },
-    /// A group was opened.
+    /// A group of a training step was opened.
     GroupOpened {
+        /// Global step, from 1.
+        step: u32,
         /// Id of the group.
         group: GroupId,
         /// Id of its task.

@@ -31,7 +31,7 @@ pub use config::{
 pub use context::RunEnd;
 pub use error::{FailureClass, RunError};
 pub use evaluation::Evaluation;
-pub use events::{Event, Reporter};
+pub use events::{Event, Reporter, StageBefore};
 pub use lag::{LagSummary, LoopLag};
 pub use plan::{EvaluationPlan, Plan, SamplingPlan, TaskSet};
 pub use progress::is_finished;

@@ -43,7 +43,7 @@
 use crate::context::{Context, RunEnd};
 use crate::error::RunError;
 use crate::evaluation::Evaluator;
-use crate::events::{Event, Reporter};
+use crate::events::{Event, Reporter, StageBefore};
 use crate::files::RunFolder;
 use crate::groups::{GroupCounts, SealedGroup};
 use crate::lag::LoopLag;
@@ -112,7 +112,7 @@ impl Coordinator {
         let sandboxes = self.sandboxes.clone();
         let plan = self.plan.evaluation();
         let context = Context::new(self.store, self.episodes, plan, self.reporter, stop).await?;
-        let driver = Driver {
+        let run_loop = RunLoop {
             folder: RunFolder::new(self.folder),
             engine: self.engine,
             trainer: self.trainer,
@@ -124,9 +124,9 @@ impl Coordinator {
             opening: tokio::sync::Mutex::new(()),
             context: Arc::new(context),
         };
-        let work = Box::pin(driver.drive());
-        let finished = driver.context.drive(sandboxes.as_ref(), work).await?;
-        let mut report = driver.folder.write_report(driver.store().reader()).await?;
+        let work = Box::pin(run_loop.drive());
+        let finished = run_loop.context.drive(sandboxes.as_ref(), work).await?;
+        let mut report = run_loop.folder.write_report(run_loop.store().reader()).await?;
         let quarantined = sandboxes.quarantined();
         report.quarantined = quarantined.iter().map(ToString::to_string).collect();
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
@@ -134,7 +134,7 @@ impl Coordinator {
 }
 
 /// A coordinator that runs.
-pub(crate) struct Driver {
+pub(crate) struct RunLoop {
     pub(crate) context: Arc<Context>,
     pub(crate) folder: RunFolder,
     pub(crate) engine: Arc<dyn Engine>,
@@ -148,7 +148,7 @@ pub(crate) struct Driver {
     opening: tokio::sync::Mutex<()>,
 }
 
-impl Driver {
+impl RunLoop {
     pub(crate) fn store(&self) -> &Store {
         &self.context.store
     }
@@ -297,7 +297,13 @@ impl Driver {
             kept: count(GroupState::Kept),
             dropped: count(GroupState::Dropped),
         };
-        self.context.report(&Event::StepSampling { step, groups: counts.wanted, group_size });
+        let outcomes = self.store().reader().outcomes_of_step(step).await?;
+        self.context.report(&Event::StepSampling {
+            step,
+            groups: counts.wanted,
+            group_size,
+            before: StageBefore::new(&groups, outcomes),
+        });
         let mut pool = Pool::new(
             self.context.clone(),
             StageSettings {
@@ -317,8 +323,8 @@ impl Driver {
                 let task = self.train_task(id)?;
                 self.expect_images_after(seq)?;
                 self.store().open_group(id, step, &task.id, group_size).await?;
-                self.context
-                    .report(&Event::GroupOpened { group: id, task_id: task.id.to_string() });
+                let task_id = task.id.to_string();
+                self.context.report(&Event::GroupOpened { step, group: id, task_id });
                 pool.add(id, &task).await?;
                 counts.opened();
             }

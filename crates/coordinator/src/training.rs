@@ -7,7 +7,7 @@ use crate::files::batch_folder;
 use crate::groups::SealedGroup;
 use crate::metrics::{StepTimes, step_line};
 use crate::record::{result_of, stored_line, to_samples, to_stored_result};
-use crate::run_loop::Driver;
+use crate::run_loop::RunLoop;
 use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch};
 use orchestrate_handoff::protocol::{StepRequest, StepState, TrainerInfo};
 use orchestrate_metrics::{Collapse, Finding, MetricsLine, StepLine};
@@ -24,7 +24,7 @@ const SHARD_BYTES: u64 = 256 << 20;
 /// each sample holds its whole routing mask.
 const LOADED_AHEAD: usize = 1;
 
-impl Driver {
+impl RunLoop {
     /// Checks that trainer and journal are at the same policy version and has engines serve its weights.
     /// Returns the version that the next step starts from.
     pub(crate) async fn agree_with_trainer(&self) -> Result<PolicyVersion, RunError> {

@@ -75,7 +75,7 @@ settings! {
     /// Time between two health checks of a server; three that fail take it out of service.
     probe_interval: HumanDuration = HumanDuration::secs(10), above(NO_TIME);
     /// Longest time calls wait while every server is out of service.
-    away_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
+    out_of_service_timeout: HumanDuration = HumanDuration::secs(10 * 60), above(NO_TIME);
     /// Whether a server that does not return routed experts is refused.
     require_routed_experts: bool = true;
 }

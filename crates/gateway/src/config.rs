@@ -7,7 +7,7 @@ use std::net::SocketAddr;
 
 settings! {
     /// The server from which external workers take episodes, and through which their agents sample.
-    /// Used with `rollout.scaffold = "outside"`.
+    /// Used with `rollout.scaffold = "external"`.
     #[derive(Eq)]
     [gateway] pub GatewaySection -> GatewaySettings, check: check_together;
 

@@ -121,7 +121,9 @@ pub use fields::Overridden;
 #[cfg(any(test, fuzzing))]
 pub use foreign_text::{check_body, check_request};
 pub use message::{Message, Role, ToolCall};
-pub use offers::{FailureKind, LeaseRecord, Offer, OfferEnd, Offers, RestoredLease, Terms};
+pub use offers::{
+    FailureKind, LeaseRecord, Offer, OfferEnd, OfferedAttempt, Offers, RestoredLease,
+};
 pub use options::GatewayOptions;
 pub use registry::{Registration, Registry};
 pub use router::router;

@@ -7,9 +7,11 @@ use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
 use crate::conversation::FinishedConversation;
 use crate::editor::Editor;
 use crate::failure::failed;
-use crate::line::{Calls, FinishedLine, GenerationId, Line, NoReply};
 use crate::machine::EpisodeEvent;
 use crate::runner::EpisodeRunner;
+use crate::sequence::{
+    EpisodeContext, FinishedSequence, GenerationId, NoReply, Sequence, TurnPart,
+};
 use crate::tool_server::ToolSessions;
 use orchestrate_tasks::Verdict;
 use orchestrate_types::{Outcome, Stage};
@@ -22,8 +24,8 @@ use tracing::{Instrument, Span};
 /// A running attempt.
 #[derive(Debug)]
 pub(crate) struct Attempt {
-    pub(crate) calls: Calls,
-    pub(crate) line: Line,
+    pub(crate) context: EpisodeContext,
+    pub(crate) sequence: Sequence,
     /// The conversation of an agent with its own loop, which then has all tokens and turns.
     pub(crate) finished: Option<FinishedConversation>,
     turns: Vec<TurnLog>,
@@ -43,11 +45,11 @@ impl Attempt {
         request: EpisodeRequest,
         stop: &CancellationToken,
     ) -> Self {
-        let calls = runner.calls(request, stop);
-        let line = Line::new(&calls, 0);
+        let context = runner.context(request, stop);
+        let sequence = Sequence::new(&context, 0);
         Self {
-            calls,
-            line,
+            context,
+            sequence,
             finished: None,
             turns: Vec::new(),
             editor: Editor::default(),
@@ -73,17 +75,18 @@ impl Attempt {
         let span = tracing::info_span!(
             parent: &self.turn_span,
             "generate",
-            policy_version = self.line.version().0,
+            policy_version = self.sequence.version().0,
             engine = tracing::field::Empty,
         );
         self.sample(turn, resumed, max_new_tokens).instrument(span).await
     }
 
     async fn sample(&mut self, turn: u32, resumed: bool, max_new_tokens: usize) -> EpisodeEvent {
-        let id = GenerationId { turn, ordinal: turn, repetition: 0, max_new_tokens };
-        let fork = self.line.buffer.fork();
+        let id = GenerationId { turn, ordinal: turn, repetition: 0 };
+        let part = TurnPart { max_new_tokens, resumed };
+        let fork = self.sequence.buffer.fork();
         let started = Instant::now();
-        let sampled = self.line.sample(&self.calls, id, resumed).await;
+        let sampled = self.sequence.sample(&self.context, id, part).await;
         let elapsed = started.elapsed();
         self.timings.generate_s += elapsed.as_secs_f64();
         let sampled = match sampled {
@@ -97,7 +100,7 @@ impl Attempt {
             if let Some(last) = self.turns.last_mut() {
                 last.fork = fork.or(last.fork);
             }
-            let (chat, buffer) = (&self.calls.chat, &self.line.buffer);
+            let (chat, buffer) = (&self.context.chat, &self.sequence.buffer);
             match sampled.message_text.map_or_else(|| chat.decode(buffer.last_turn()), Ok) {
                 Ok(text) => self.log_turn(text, elapsed, sampled.resumed),
                 Err(error) => return failed(Stage::Generate, error),
@@ -106,7 +109,7 @@ impl Attempt {
         EpisodeEvent::Generated {
             finish: sampled.finish,
             sampled: sampled.tokens,
-            total_tokens: self.line.buffer.prompt_len(),
+            total_tokens: self.sequence.buffer.prompt_len(),
         }
     }
 
@@ -133,7 +136,8 @@ impl Attempt {
     /// The report of the attempt.
     pub(crate) fn report(self, outcome: Outcome) -> EpisodeReport {
         let finished = self.finished.unwrap_or_else(|| {
-            let FinishedLine { branch, routing_problem, rows, counters } = self.line.finish();
+            let FinishedSequence { branch, routing_problem, rows, counters } =
+                self.sequence.finish();
             FinishedConversation {
                 branches: branch.into_iter().collect(),
                 routing_problem,
@@ -154,7 +158,7 @@ impl Attempt {
             ..
         } = finished;
         EpisodeReport {
-            attempt: self.calls.request.attempt,
+            attempt: self.context.request.attempt,
             outcome,
             branches,
             forks,

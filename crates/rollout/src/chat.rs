@@ -226,7 +226,7 @@ impl ChatModel {
                 Scaffold::Tools => !model.options.tools.is_empty(),
                 Scaffold::Command => true,
                 // Requests with tools are refused later, one by one.
-                Scaffold::Outside | Scaffold::R2eXml | Scaffold::Mini => false,
+                Scaffold::External | Scaffold::R2eXml | Scaffold::Mini => false,
             };
             model.tool_format = format.ok().flatten();
             if reads_calls && model.tool_format.is_none() {
@@ -257,7 +257,7 @@ impl ChatModel {
         };
         let plain = compile(sources.for_prompts(!options.tools.is_empty())?)?;
         let tool_use = match (options.scaffold, &sources.tool_use) {
-            (Scaffold::Command | Scaffold::Outside, Some(source)) => Some(compile(source)?),
+            (Scaffold::Command | Scaffold::External, Some(source)) => Some(compile(source)?),
             _ => None,
         };
 

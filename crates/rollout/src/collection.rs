@@ -61,7 +61,7 @@ pub(crate) async fn mark(
     let hidden: &[&str] = match task.origin {
         Origin::R2e => &[".git", "__pycache__", "/.venv", "/r2e_tests", "/run_tests.sh"],
         Origin::SweBench(_) => &[".git", "__pycache__", "/.venv"],
-        Origin::Files | Origin::Outside(_) | Origin::Harbor(_) => &[".git", "__pycache__"],
+        Origin::Files | Origin::External(_) | Origin::Harbor(_) => &[".git", "__pycache__"],
     };
     let skip = hidden.iter().map(|&name| name.to_owned()).collect();
     let mark = TreeMark { skip, send: IGNORE_FILE.to_owned(), cap: MAX_IGNORE_FILES };

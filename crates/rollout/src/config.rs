@@ -128,7 +128,7 @@ fn refuse_unread(written: &RolloutSection, scaffold: Scaffold, problems: &mut Pr
             &["command_timeout", "observation_chars", "system_prompt"],
             "which runs its own commands and writes its own messages",
         ),
-        Scaffold::Outside => (
+        Scaffold::External => (
             &["command_timeout", "observation_chars", "system_prompt", "hide_history"],
             "whose workers have an environment and messages of their own",
         ),
@@ -262,8 +262,8 @@ mod tests {
         assert_eq!(refused(all(Scaffold::R2eXml)), ["show_tools"]);
         assert_eq!(refused(all(Scaffold::Mini)), ["show_tools"]);
         assert_eq!(refused(all(Scaffold::Command)), own);
-        assert_eq!(refused(all(Scaffold::Outside)), [&own[..], &["hide_history"]].concat());
-        for scaffold in ["tools", "r2e-xml", "mini", "command", "outside"] {
+        assert_eq!(refused(all(Scaffold::External)), [&own[..], &["hide_history"]].concat());
+        for scaffold in ["tools", "r2e-xml", "mini", "command", "external"] {
             let parsed: Scaffold = serde_json::from_value(scaffold.into()).unwrap();
             assert_eq!(parsed.name(), scaffold);
             // As a resumed run has it: every key is written out.

@@ -23,7 +23,6 @@ mod expert;
 mod failure;
 mod grading;
 mod harbor;
-mod line;
 mod machine;
 mod model_files;
 mod offload;
@@ -42,6 +41,7 @@ mod rows;
 mod runner;
 mod sandboxes;
 mod scaffold;
+mod sequence;
 mod system_messages;
 mod template;
 mod tool_format;
@@ -51,7 +51,7 @@ mod tree;
 mod turn_journal;
 mod vocabulary;
 
-pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, Outside};
+pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, ExternalWorkers};
 pub use api::{
     Action, EpisodeBranch, EpisodeReport, EpisodeRequest, Episodes, Message, MessageExtra, Timings,
     TurnLog, opening_messages,
@@ -84,5 +84,7 @@ pub use tool_server::{
     ToolServerError, ToolServerErrorKind, ToolServerSection, ToolServerSettings, ToolServers,
 };
 pub use tree::TreeChange;
+#[cfg(any(test, fuzzing))]
+pub use turn_journal::drawn::DrawnJournal;
 pub use turn_journal::{TurnJournalError, TurnJournals};
 pub use vocabulary::{CONTROL_TOKENS, MICRO_CHAT_TEMPLATE, train_tokenizer};

@@ -214,7 +214,7 @@ impl EpisodeMachine {
 
     /// The machine of an episode that an external worker runs and grades. It starts in
     /// `AgentRunning`, with the command [`EpisodeCommand::Offer`].
-    pub fn outside(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
+    pub fn external(limits: EpisodeLimits) -> (Self, EpisodeCommand) {
         let machine = Self { limits, has_agent: true, phase: EpisodePhase::AgentRunning };
         (machine, EpisodeCommand::Offer)
     }

@@ -122,7 +122,7 @@ impl ChatModel {
         input: &TemplateInput,
     ) -> Result<Vec<ProbedThinking>, ChatErrorKind> {
         let mut roles = vec![self.options.scaffold.observation_role()];
-        let is_agents = matches!(self.options.scaffold, Scaffold::Command | Scaffold::Outside);
+        let is_agents = matches!(self.options.scaffold, Scaffold::Command | Scaffold::External);
         if is_agents && self.options.history == History::Template {
             roles.push(USER);
         }

@@ -1,9 +1,9 @@
-//! The routing rows of one line: seeded from the prefix cache or from the line that it branched from,
+//! The routing rows of one sequence: seeded from the prefix cache or from the sequence that it branched from,
 //! extended by every reply, and finished as a mask.
 //!
 //! The invariant: seeded rows, wherever they come from, are kept only once a reply has joined them under
 //! the policy version of all of them and, where rows are shared per worker, from the worker of all of
-//! them. A line that goes on across a weight update keeps its rows: its own tokens were sampled over them.
+//! them. A sequence that continues across a weight update keeps its rows: its own tokens were sampled over them.
 
 use crate::api::RowCounts;
 use orchestrate_engine::Generation;
@@ -62,7 +62,7 @@ pub(crate) struct CachedRows {
     pub(crate) bytes: Vec<u8>,
 }
 
-/// The routing rows that a line has collected so far.
+/// The routing rows that a sequence has collected so far.
 #[derive(Debug, Clone)]
 pub(crate) struct EpisodeRows {
     shape: Arc<ModelShape>,
@@ -75,7 +75,7 @@ pub(crate) struct EpisodeRows {
     /// Worker that computed all rows so far, where rows are shared per worker; empty if there is none, or
     /// the whole fleet shares.
     worker: String,
-    /// Number of leading rows that came from the cache or from another line.
+    /// Number of leading rows that came from the cache or from another sequence.
     seeded: usize,
     /// Whether these came from the cache.
     is_cached: bool,
@@ -162,7 +162,7 @@ impl EpisodeRows {
     }
 
     /// Takes rows that other episodes fetched for the same tokens under the same weights, unless it has
-    /// rows of another line. Called before the first request; `worker` is the worker that will answer, if
+    /// rows of another sequence. Called before the first request; `worker` is the worker that will answer, if
     /// known.
     pub(crate) async fn seed(
         &mut self,

@@ -7,7 +7,7 @@
 //! The invariant: every sandbox and session that was opened is closed before the report is returned,
 //! whatever happened, and no engine call is running while a tool runs.
 
-use crate::agent::{AgentSettings, Outside};
+use crate::agent::{AgentSettings, ExternalWorkers};
 use crate::api::{EpisodeReport, EpisodeRequest, Episodes};
 use crate::attempt::Attempt;
 use crate::chat::ChatModel;
@@ -19,13 +19,13 @@ use crate::grading::{
     self, GradeError, GradeLogs, GradedChange, GradedInput, GradingRules, write_log_folder,
 };
 use crate::harbor;
-use crate::line::Calls;
 use crate::machine::{EpisodeCommand, EpisodeEvent, EpisodeMachine};
 use crate::prefill::PrefillLeaders;
 use crate::repository;
 use crate::rows::RowSharing;
 use crate::sandboxes::{close, file_entry};
 use crate::scaffold::Scaffold;
+use crate::sequence::EpisodeContext;
 use crate::tool_server::ToolServers;
 use crate::tree;
 use orchestrate_engine::Engine;
@@ -47,7 +47,7 @@ const SANDBOX_TRIES: u32 = 2;
 /// Time that a container may live beyond its work: for the start, uploads and reading back.
 const SANDBOX_SLACK: Duration = Duration::from_mins(5);
 
-/// Runs attempts with one engine, one sandbox provider and one plan.
+/// Runs attempts with one engine, one sandbox provider and one set of settings.
 #[derive(Debug, Clone)]
 pub struct EpisodeRunner {
     /// The engine that samples turns.
@@ -57,11 +57,11 @@ pub struct EpisodeRunner {
     /// Tokenizer and chat template of the served model.
     pub chat: Arc<ChatModel>,
     /// The checked `[rollout]` section.
-    pub plan: Arc<RolloutSettings>,
+    pub settings: Arc<RolloutSettings>,
     /// The agent of the scaffold `command`; `None` for the others.
     pub agent: Option<Arc<AgentSettings>>,
-    /// Where episodes of the scaffold `outside` are offered; `None` for the others.
-    pub outside: Option<Outside>,
+    /// Where episodes of the scaffold `external` are offered; `None` for the others.
+    pub external: Option<ExternalWorkers>,
     /// Servers of tools that the policy can call in addition to the built-in ones.
     pub tool_servers: Arc<ToolServers>,
     /// Resource limits of every container.
@@ -91,28 +91,32 @@ impl Episodes for EpisodeRunner {
     }
 
     fn recorded(&self, attempt: AttemptId, outcome: &Outcome) {
-        if let Some(outside) = &self.outside {
+        if let Some(external) = &self.external {
             // Before the result is acknowledged, so that no file is left when the run ends.
-            outside.journals.remove(attempt);
-            outside.offers.recorded(attempt, outcome.name());
+            external.journals.remove(attempt);
+            external.offers.recorded(attempt, outcome.name());
         }
     }
 
     fn unfinished(&self) -> Vec<AttemptId> {
-        let outside = self.outside.iter();
-        let unfinished = outside.flat_map(|outside| outside.journals.unfinished());
+        let external = self.external.iter();
+        let unfinished = external.flat_map(|external| external.journals.unfinished());
         unfinished.map(|(attempt, _)| attempt).collect()
     }
 }
 
 impl EpisodeRunner {
-    /// What the lines of an attempt share.
-    pub(crate) fn calls(&self, request: EpisodeRequest, stop: &CancellationToken) -> Calls {
-        Calls {
+    /// What the sequences of an attempt share.
+    pub(crate) fn context(
+        &self,
+        request: EpisodeRequest,
+        stop: &CancellationToken,
+    ) -> EpisodeContext {
+        EpisodeContext {
             request,
             engine: Arc::clone(&self.engine),
             chat: Arc::clone(&self.chat),
-            plan: Arc::clone(&self.plan),
+            settings: Arc::clone(&self.settings),
             sharing: self.rows.clone(),
             leaders: self.prefill_leaders.clone(),
             stop: stop.clone(),
@@ -123,14 +127,14 @@ impl EpisodeRunner {
 
     async fn run_inner(&self, request: EpisodeRequest, stop: &CancellationToken) -> EpisodeReport {
         let context = self.engine.shape().context;
-        let limits = self.plan.limits(context);
-        let (mut machine, mut command) = match self.plan.scaffold {
+        let limits = self.settings.limits(context);
+        let (mut machine, mut command) = match self.settings.scaffold {
             Scaffold::Command => EpisodeMachine::with_agent(limits),
-            Scaffold::Outside => EpisodeMachine::outside(limits),
+            Scaffold::External => EpisodeMachine::external(limits),
             Scaffold::Tools | Scaffold::R2eXml | Scaffold::Mini => EpisodeMachine::new(limits),
         };
         let mut attempt = Attempt::new(self, request, stop);
-        let mut agent = Agent::default();
+        let mut agent = AgentSandbox::default();
         let outcome = loop {
             let event = match command {
                 EpisodeCommand::Finish(outcome) => break outcome,
@@ -151,8 +155,8 @@ impl EpisodeRunner {
                     (None, _) => failed(Stage::Exec, "no sandbox is open"),
                     (_, None) => failed(Stage::Setup, "there is no section [agent]"),
                 },
-                EpisodeCommand::Offer => match &self.outside {
-                    Some(outside) => attempt.run_outside(outside, limits).await,
+                EpisodeCommand::Offer => match &self.external {
+                    Some(external) => attempt.run_external(external, limits).await,
                     None => failed(Stage::Setup, "the run has no gateway for workers"),
                 },
                 EpisodeCommand::Grade => self.grade(&mut attempt, &mut agent).await,
@@ -174,10 +178,10 @@ impl EpisodeRunner {
     }
 
     #[tracing::instrument(name = "open_sandbox", skip_all)]
-    async fn open_agent(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
+    async fn open_agent(&self, attempt: &mut Attempt, agent: &mut AgentSandbox) -> EpisodeEvent {
         let started = Instant::now();
-        let task = Arc::clone(&attempt.calls.request.task);
-        let mut time = self.plan.episode_timeout.0;
+        let task = Arc::clone(&attempt.context.request.task);
+        let mut time = self.settings.episode_timeout.0;
         let mut grading_time = Duration::ZERO;
         if let Origin::Harbor(row) = &task.origin {
             if row.has_steps() {
@@ -190,7 +194,7 @@ impl EpisodeRunner {
             grading_time = task.test_timeout;
         }
         let lifetime = time.saturating_add(grading_time);
-        let spec = self.spec(&attempt.calls.request, Purpose::Agent, lifetime);
+        let spec = self.spec(&attempt.context.request, Purpose::Agent, lifetime);
         let files: Vec<FileEntry> = task.agent_files.iter().map(file_entry).collect();
         let mut tries = 0;
         let opened = loop {
@@ -207,7 +211,7 @@ impl EpisodeRunner {
         match opened {
             Ok(opened) => {
                 *agent = opened;
-                attempt.calls.start_clock(time);
+                attempt.context.start_clock(time);
                 EpisodeEvent::SandboxOpened
             }
             Err(error) => failed(Stage::Setup, error),
@@ -219,7 +223,7 @@ impl EpisodeRunner {
         spec: &SandboxSpec,
         task: &Task,
         files: &[FileEntry],
-    ) -> Result<Agent, SandboxError> {
+    ) -> Result<AgentSandbox, SandboxError> {
         let mut sandbox = self.sandboxes.open(spec).await?;
         let mut prepared = harbor::Prepared::default();
         let filled = async {
@@ -232,13 +236,13 @@ impl EpisodeRunner {
             }
             let mut tracked = None;
             if task.origin != Origin::Files {
-                let hide_history = self.plan.hide_history;
+                let hide_history = self.settings.hide_history;
                 tracked = Some(repository::reset(sandbox.as_mut(), task, hide_history).await?);
             }
             collection::mark(sandbox.as_mut(), task, tracked).await
         };
         match filled.await {
-            Ok(baseline) => Ok(Agent { sandbox: Some(sandbox), baseline, prepared }),
+            Ok(baseline) => Ok(AgentSandbox { sandbox: Some(sandbox), baseline, prepared }),
             Err(error) => {
                 close(sandbox).await;
                 Err(error)
@@ -252,14 +256,14 @@ impl EpisodeRunner {
             Ok(sessions) => attempt.servers = sessions,
             Err(error) => return failed(Stage::Setup, error.with_causes()),
         }
-        let messages = self.plan.opening(&attempt.calls.request.task);
+        let messages = self.settings.opening(&attempt.context.request.task);
         if self.engine.takes_messages() {
             let messages = self.chat.without_control_tokens(&messages);
-            attempt.line.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
+            attempt.sequence.dialogue = Some(Dialogue::open(&messages, &self.chat.options.tools));
         }
         match self.chat.prompt(&messages) {
             Ok(ids) => {
-                attempt.line.buffer.add_pending(&ids);
+                attempt.sequence.buffer.add_pending(&ids);
                 EpisodeEvent::PromptRendered { tokens: ids.len() }
             }
             Err(error) => failed(Stage::Setup, error),
@@ -268,12 +272,12 @@ impl EpisodeRunner {
 
     /// Collects the agent's change, closes its sandbox and grades the change in a fresh one.
     #[tracing::instrument(name = "grade", parent = &attempt.turn_span, skip_all)]
-    async fn grade(&self, attempt: &mut Attempt, agent: &mut Agent) -> EpisodeEvent {
+    async fn grade(&self, attempt: &mut Attempt, agent: &mut AgentSandbox) -> EpisodeEvent {
         let Some(mut sandbox) = agent.sandbox.take() else {
             return failed(Stage::Collect, "no sandbox is open");
         };
         let started = Instant::now();
-        let task = Arc::clone(&attempt.calls.request.task);
+        let task = Arc::clone(&attempt.context.request.task);
         if let Origin::Harbor(row) = &task.origin {
             let event = self.grade_harbor(attempt, sandbox, row, agent.prepared).await;
             attempt.timings.grade_s += started.elapsed().as_secs_f64();
@@ -309,7 +313,7 @@ impl EpisodeRunner {
             }
             _ => {
                 let time = seconds(step.verifier.timeout_s);
-                let spec = self.spec(&attempt.calls.request, Purpose::Grader, time);
+                let spec = self.spec(&attempt.context.request, Purpose::Grader, time);
                 harbor::grade_separately(provider, &spec, &mut open, row, step, false).await
             }
         };
@@ -322,7 +326,7 @@ impl EpisodeRunner {
                 if let Some(problem) = &graded.problem {
                     tracing::info!(task = row.name, problem, "the tests wrote no valid reward");
                 }
-                self.write_log(&attempt.calls.request, &graded).await;
+                self.write_log(&attempt.context.request, &graded).await;
                 let reward = graded.verdict.reward;
                 attempt.verdict = Some(graded.verdict);
                 EpisodeEvent::Graded { reward }
@@ -342,9 +346,9 @@ impl EpisodeRunner {
         attempt: &mut Attempt,
         collected: CollectedChange,
     ) -> EpisodeEvent {
-        let task = Arc::clone(&attempt.calls.request.task);
-        // A task that brings all its files needs no sandbox for the comparison.
-        if task.origin != Origin::Files || task.agent_files.is_empty() {
+        let task = Arc::clone(&attempt.context.request.task);
+        // If the task brings all its files, the comparison needs no sandbox.
+        if !task.brings_all_files() {
             return self.grade_change(attempt, GradedInput::Files(&collected)).await;
         }
         match tree::change_of_files(&task, collected).await {
@@ -359,10 +363,10 @@ impl EpisodeRunner {
     }
 
     async fn grade_change(&self, attempt: &mut Attempt, input: GradedInput<'_>) -> EpisodeEvent {
-        let task = Arc::clone(&attempt.calls.request.task);
-        let spec = self.spec(&attempt.calls.request, Purpose::Grader, task.test_timeout);
+        let task = Arc::clone(&attempt.context.request.task);
+        let spec = self.spec(&attempt.context.request, Purpose::Grader, task.test_timeout);
         let is_evaluation =
-            matches!(attempt.calls.request.attempt.episode.group, GroupId::Eval { .. });
+            matches!(attempt.context.request.attempt.episode.group, GroupId::Eval { .. });
         let rules = if is_evaluation { self.rules.for_evaluation() } else { self.rules };
         let mut tries = 0;
         let graded = loop {
@@ -382,7 +386,7 @@ impl EpisodeRunner {
         };
         match graded {
             Ok(graded) => {
-                self.write_log(&attempt.calls.request, &graded).await;
+                self.write_log(&attempt.context.request, &graded).await;
                 let reward = graded.verdict.reward;
                 attempt.patch = graded.patch;
                 attempt.verdict = Some(graded.verdict);
@@ -428,16 +432,14 @@ impl EpisodeRunner {
             workdir: task.workdir.clone(),
             limits: self.container_limits,
             deadline: time.saturating_add(SANDBOX_SLACK),
-            // A task that brings all of its files starts from an empty folder, which a reset can
-            // empty again. A repository in the image needs a fresh container.
-            reusable: task.origin == Origin::Files && !task.agent_files.is_empty(),
+            reusable: task.brings_all_files(),
         }
     }
 }
 
 /// The agent's sandbox and what tells which of its changes count.
 #[derive(Debug, Default)]
-struct Agent {
+struct AgentSandbox {
     sandbox: Option<Box<dyn Sandbox>>,
     baseline: CollectionBaseline,
     prepared: harbor::Prepared,

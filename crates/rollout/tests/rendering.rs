@@ -244,7 +244,7 @@ fn prompts_with_tools_use_the_template_that_a_model_has_for_them() {
         let one = prompt(&model, &opening);
         assert!(one.contains(r#"{"name": "bash""#) && one.contains("be brief\n\nbe kind"), "{one}");
         // An agent's requests come with and without tools; its calls are those of requests with tools.
-        for scaffold in [Scaffold::Command, Scaffold::Outside] {
+        for scaffold in [Scaffold::Command, Scaffold::External] {
             let options = ChatOptions { scaffold, ..ChatOptions::default() };
             let agent = load(files, field, options).unwrap();
             assert_eq!(agent.tool_format(), ToolFormat::Xml);

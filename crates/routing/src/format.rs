@@ -12,7 +12,7 @@ use crate::check::{check_pieces, check_shape};
 use crate::codec::{pack, unpack};
 use crate::mask::{check_mixed, check_versions};
 use crate::{BLOCK_ROWS, RoutingError, RoutingMask, RowVersion};
-use orchestrate_types::{ModelShape, PolicyVersion};
+use orchestrate_types::{ByteReader, EndsEarly, ModelShape, PolicyVersion};
 use std::ops::Range;
 use std::sync::Arc;
 
@@ -64,29 +64,31 @@ impl RoutingMask {
     /// [`RoutingError::StoredVersion`] for a newer major version, [`RoutingError::Stored`] if any
     /// byte was changed, removed or added.
     pub fn from_bytes(bytes: &[u8]) -> Result<Self, RoutingError> {
-        let mut reader = Reader { rest: bytes };
-        if reader.take(4)? != MAGIC {
+        let mut reader = Reader(ByteReader::new(bytes));
+        if reader.0.take(4)? != MAGIC {
             return Err(RoutingError::Stored("it does not start with ORMK"));
         }
         let (major, minor) = (reader.u16()?, reader.u16()?);
         let (header, pieces) = match major {
             1 => {
-                let at = reader.rest.len().checked_sub(DIGEST_BYTES).ok_or(CUT_OFF)?;
+                let rest = reader.0.rest();
+                let at = rest.len().checked_sub(DIGEST_BYTES).ok_or(EndsEarly)?;
                 let (body, digest) = bytes.split_at(bytes.len() - DIGEST_BYTES);
                 if blake3::hash(body).as_bytes().as_slice() != digest {
                     return Err(RoutingError::Stored("its checksum does not match"));
                 }
-                reader.rest = reader.rest.get(..at).unwrap_or_default();
+                let mut reader = Reader(ByteReader::new(rest.get(..at).unwrap_or_default()));
                 let header = Header::read(&mut reader, false)?;
-                if reader.rest.len() != header.raw_bytes()? {
+                let rows = reader.0.rest();
+                if rows.len() != header.raw_bytes()? {
                     return Err(RoutingError::Stored("its row count does not match its length"));
                 }
-                let pieces = reader.rest.chunks(header.piece_bytes()).map(<[u8]>::to_vec).collect();
+                let pieces = rows.chunks(header.piece_bytes()).map(<[u8]>::to_vec).collect();
                 (header, pieces)
             }
             MAJOR => {
                 let header = Header::read(&mut reader, true)?;
-                let (before, frame) = bytes.split_at(bytes.len() - reader.rest.len());
+                let (before, frame) = bytes.split_at(bytes.len() - reader.0.rest().len());
                 let pieces = unpack(frame, before, header.raw_bytes()?, header.piece_bytes())?;
                 (header, pieces)
             }
@@ -156,33 +158,20 @@ impl Header {
     }
 }
 
-struct Reader<'a> {
-    rest: &'a [u8],
-}
+/// Reads the numbers of a header.
+struct Reader<'a>(ByteReader<'a>);
 
-impl<'a> Reader<'a> {
-    fn take(&mut self, count: usize) -> Result<&'a [u8], RoutingError> {
-        let (taken, rest) = self.rest.split_at_checked(count).ok_or(CUT_OFF)?;
-        self.rest = rest;
-        Ok(taken)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], RoutingError> {
-        let (taken, rest) = self.rest.split_first_chunk().ok_or(CUT_OFF)?;
-        self.rest = rest;
-        Ok(*taken)
-    }
-
+impl Reader<'_> {
     fn u16(&mut self) -> Result<u16, RoutingError> {
-        self.array().map(u16::from_le_bytes)
+        Ok(u16::from_le_bytes(self.0.array()?))
     }
 
     fn u64(&mut self) -> Result<u64, RoutingError> {
-        self.array().map(u64::from_le_bytes)
+        Ok(u64::from_le_bytes(self.0.array()?))
     }
 
     fn narrow(&mut self) -> Result<usize, RoutingError> {
-        usize::try_from(u32::from_le_bytes(self.array()?)).map_err(|_| TOO_LARGE)
+        usize::try_from(u32::from_le_bytes(self.0.array()?)).map_err(|_| TOO_LARGE)
     }
 
     fn wide(&mut self) -> Result<usize, RoutingError> {
@@ -190,5 +179,10 @@ impl<'a> Reader<'a> {
     }
 }
 
-const CUT_OFF: RoutingError = RoutingError::Stored("it is truncated");
+impl From<EndsEarly> for RoutingError {
+    fn from(_: EndsEarly) -> Self {
+        Self::Stored("it is truncated")
+    }
+}
+
 const TOO_LARGE: RoutingError = RoutingError::Stored("a number in it is too large");

@@ -1,5 +1,6 @@
 //! Configuration files and assignments, merged: later layers win, tables merge, lists replace.
 
+use crate::renames::Renames;
 use crate::shape::Reader;
 use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN};
 use schemars::JsonSchema;
@@ -11,21 +12,29 @@ use toml::{Table, Value};
 
 /// Where each value was written.
 #[derive(Debug, Clone, Default)]
-pub struct Origins(BTreeMap<String, String>);
+pub struct Origins {
+    places: BTreeMap<String, String>,
+    renamed: Vec<String>,
+}
 
 impl Origins {
+    /// What was read although it is written with an old name, in the order of the layers.
+    pub fn renamed(&self) -> &[String] {
+        &self.renamed
+    }
+
     /// Where the value of `key` was written, e.g. `run.toml:12:1` or `--set run.steps=3`; `None`
     /// for a default.
     pub fn of(&self, key: &str) -> Option<&str> {
         let list = key.split('[').next().unwrap_or(key);
         let element = key.rfind(']').and_then(|end| key.get(..=end)).unwrap_or(key);
-        let known = [key, element, list].into_iter().find_map(|key| self.0.get(key));
+        let known = [key, element, list].into_iter().find_map(|key| self.places.get(key));
         known.map(String::as_str)
     }
 
     /// Forgets where `key`, and what is in it, was written: its value is not in force.
     pub fn forget(&mut self, key: &str) {
-        self.0.retain(|path, _| !is_within(path, key));
+        self.places.retain(|path, _| !is_within(path, key));
     }
 
     /// Adds to each problem the place where its value was written, if that is known.
@@ -61,6 +70,7 @@ pub struct Layers {
     origins: Origins,
     problems: Vec<ConfigProblem>,
     alternatives: &'static [&'static [&'static str]],
+    renames: Renames,
     /// Those of them that the newest layer has.
     newest: Vec<&'static str>,
     secrets: &'static [&'static str],
@@ -80,6 +90,7 @@ impl Layers {
             origins: Origins::default(),
             problems: Vec::new(),
             alternatives: &[],
+            renames: Renames::default(),
             newest: Vec::new(),
             secrets: &[],
         }
@@ -96,6 +107,12 @@ impl Layers {
     #[must_use]
     pub fn with_secrets(self, secrets: &'static [&'static str]) -> Self {
         Self { secrets, ..self }
+    }
+
+    /// Reads old names, too.
+    #[must_use]
+    pub fn with_renames(self, renames: Renames) -> Self {
+        Self { renames, ..self }
     }
 
     /// Adds a file, which is called `name` in messages.
@@ -166,14 +183,18 @@ impl Layers {
         let secrets = self.secrets;
         let mut reader = Reader {
             schema: &self.schema,
+            renames: self.renames,
             place,
             unreadable: &unreadable,
             is_secret: &|path| secrets.iter().any(|secret| is_within(path, secret)),
             problems: Vec::new(),
             origins: Vec::new(),
+            notices: Vec::new(),
         };
         let fitting = reader.table(table.get_ref());
         let mut problems = reader.problems;
+        reader.notices.sort();
+        self.origins.renamed.extend(reader.notices.into_iter().map(|(_, notice)| notice));
         let line_starts = line_starts(text);
         let unreported = errors.len().saturating_sub(SYNTAX_ERRORS);
         for error in errors.into_iter().take(SYNTAX_ERRORS) {
@@ -211,8 +232,8 @@ impl Layers {
         }
         for (path, place) in origins {
             let inside = format!("{path}[");
-            self.origins.0.retain(|known, _| !known.starts_with(&inside));
-            self.origins.0.insert(path, place);
+            self.origins.places.retain(|known, _| !known.starts_with(&inside));
+            self.origins.places.insert(path, place);
         }
         merge(&mut self.merged, fitting);
     }
@@ -384,6 +405,83 @@ mod tests {
         assert_eq!(origins.of("first.number"), Some("--set first.number=2"));
         assert_eq!(origins.of("first.list"), Some("b.toml:2:1"));
         assert_eq!(origins.of("first.size"), None);
+    }
+
+    #[derive(Debug, Default, serde::Deserialize, schemars::JsonSchema)]
+    #[serde(default)]
+    struct Drawn {
+        shape: ShapeSection,
+    }
+
+    #[derive(
+        Debug,
+        Clone,
+        Copy,
+        PartialEq,
+        Eq,
+        serde::Serialize,
+        serde::Deserialize,
+        schemars::JsonSchema,
+    )]
+    #[serde(rename_all = "kebab-case")]
+    enum Kind {
+        Round,
+        Square,
+    }
+
+    crate::setting_types!(Kind);
+
+    settings! {
+        /// A section whose names have changed.
+        [shape] pub(crate) ShapeSection -> ShapeSettings;
+
+        /// What it looks like.
+        kind: Kind = Kind::Square;
+        /// Its edge.
+        edge: u32 = 1, at_least(1);
+    }
+
+    const RENAMES: Renames = Renames {
+        keys: &[("shape.side", "shape.edge")],
+        choices: &[("shape.kind", "circle", "round")],
+    };
+
+    fn drawn(text: &str, sets: &[String]) -> (ShapeSection, Origins, Vec<String>, Vec<String>) {
+        let mut layers = Layers::of::<Drawn>().with_renames(RENAMES);
+        layers.add_file("a.toml", text);
+        layers.add_assignments(sets);
+        let (table, origins, problems) = layers.finish();
+        let notices = origins.renamed().to_vec();
+        let problems = problems.iter().map(ToString::to_string).collect();
+        (table.try_into::<Drawn>().unwrap().shape, origins, notices, problems)
+    }
+
+    #[test]
+    fn old_names_are_read_as_the_new_ones_with_a_notice() {
+        let (shape, origins, notices, problems) =
+            drawn("[shape]\nside = 3\nkind = \"circle\"\n", &[]);
+        assert_eq!(problems, [] as [&str; 0]);
+        assert_eq!((shape.edge, shape.kind), (Some(3), Some(Kind::Round)));
+        assert_eq!(origins.of("shape.edge"), Some("a.toml:2:1"));
+        let expected = [
+            "a.toml:2:1: `shape.side` is called `shape.edge` now",
+            "a.toml:3:8: the choice \"circle\" of `shape.kind` is called \"round\" now",
+        ];
+        assert_eq!(notices, expected);
+        // In either layer, and in any order.
+        let (shape, _, notices, problems) =
+            drawn("[shape]\nedge = 3\n", &["shape.side=4".to_owned()]);
+        assert_eq!((shape.edge, notices.len(), problems.len()), (Some(4), 1, 0));
+        let (shape, _, notices, _) = drawn("[shape]\nside = 3\n", &["shape.edge=4".to_owned()]);
+        assert_eq!((shape.edge, notices.len()), (Some(4), 1));
+    }
+
+    #[test]
+    fn an_old_and_a_new_name_in_one_file_are_refused() {
+        let (shape, .., notices, problems) = drawn("[shape]\nside = 3\nedge = 4\n", &[]);
+        assert_eq!((shape.edge, notices.len()), (Some(4), 0));
+        assert_eq!(problems.len(), 1, "{problems:?}");
+        assert!(problems[0].contains("old name of `shape.edge`"), "{problems:?}");
     }
 
     #[test]

@@ -37,6 +37,7 @@ mod key;
 mod layers;
 mod limit;
 mod problems;
+mod renames;
 mod setting;
 mod settings_macro;
 mod shape;
@@ -50,6 +51,7 @@ pub use limit::{
     satisfies, variable_name,
 };
 pub use problems::Problems;
+pub use renames::Renames;
 pub use setting::{Section, SectionKeys, Setting};
 pub use shape::list_of;
 pub use tls::{TlsClientFiles, TlsClientPem};

@@ -1,5 +1,6 @@
 //! Compares a parsed file with the JSON schema: unknown keys, and values of the wrong type.
 
+use crate::renames::Renames;
 use orchestrate_types::{ByteSize, ConfigProblem, HumanDuration, NOT_SHOWN, ParseUnitError};
 use serde::Deserialize;
 use serde_json::{Map, Value as Json};
@@ -11,6 +12,7 @@ use toml::{Spanned, Table, Value};
 /// Reads values according to the schema, and collects problems with those that do not fit.
 pub(crate) struct Reader<'a> {
     pub(crate) schema: &'a Json,
+    pub(crate) renames: Renames,
     /// Formats the place of a span of the text, e.g. `run.toml:3:8`.
     pub(crate) place: &'a dyn Fn(Range<usize>) -> String,
     /// Whether a part of the text cannot be read.
@@ -21,6 +23,8 @@ pub(crate) struct Reader<'a> {
     pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
     pub(crate) origins: Vec<(String, String)>,
+    /// What was read although it is written with an old name, each with its byte offset in the text.
+    pub(crate) notices: Vec<(usize, String)>,
 }
 
 /// What a schema allows.
@@ -56,8 +60,14 @@ impl Reader<'_> {
     ) -> Table {
         let mut fitting = Table::new();
         for (name, value) in table {
-            let key = name.get_ref().as_ref();
-            let full = if path.is_empty() { key.to_owned() } else { format!("{path}.{key}") };
+            let path_of = |key: &str| match path {
+                "" => key.to_owned(),
+                _ => format!("{path}.{key}"),
+            };
+            let written = name.get_ref().as_ref();
+            let renamed = self.renames.key(&path_of(written));
+            let key = renamed.unwrap_or(written);
+            let full = path_of(key);
             let is_table = matches!(value.get_ref(), DeValue::Table(_));
             if !is_table
                 && (self.unreadable)(name.span().start..name.span().end.max(value.span().end))
@@ -70,6 +80,20 @@ impl Reader<'_> {
                 self.problems.push((name.span().start, problem));
                 continue;
             };
+            if let Some(new) = renamed {
+                let (old, origin) = (path_of(written), (self.place)(name.span()));
+                if table.contains_key(new) {
+                    let mut problem = ConfigProblem::unknown(
+                        old,
+                        format!("it is the old name of `{full}`, which is set, too"),
+                    );
+                    problem.origin = Some(origin);
+                    self.problems.push((name.span().start, problem));
+                    continue;
+                }
+                let notice = format!("{origin}: `{old}` is called `{full}` now");
+                self.notices.push((name.span().start, notice));
+            }
             // A table may be spread over several places, so its values have origins instead.
             if !is_table {
                 let place = (self.place)(name.span());
@@ -100,7 +124,15 @@ impl Reader<'_> {
                 .collect::<Option<Vec<_>>>()
                 .map(Value::Array);
         }
-        let plain = Value::deserialize(ValueDeserializer::from(value.clone()));
+        let plain = Value::deserialize(ValueDeserializer::from(value.clone())).map(|plain| {
+            let new = plain.as_str().and_then(|old| self.renames.choice(path, old));
+            let Some(new) = new else { return plain };
+            let origin = (self.place)(value.span());
+            let notice =
+                format!("{origin}: the choice {plain} of `{path}` is called \"{new}\" now");
+            self.notices.push((value.span().start, notice));
+            Value::from(new)
+        });
         let refused = match &plain {
             Ok(plain) => refusal(plain, &shape),
             // The only valid TOML that cannot be read is a whole number of more than 64 bits.

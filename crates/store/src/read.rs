@@ -37,7 +37,8 @@ pub struct StoredEpisode {
     pub episode: EpisodeRow,
     /// All attempts, in order of their number.
     pub attempts: Vec<AttemptRow>,
-    /// Record of the sealed attempt; without one, of the newest attempt that stored a record.
+    /// The stored record: of the attempt that was asked for, or else of the sealed attempt; without one, of
+    /// the newest attempt that stored a record.
     pub record: Option<EpisodeRecord>,
 }
 
@@ -304,6 +305,32 @@ impl Reader {
         self.number(count)
     }
 
+    /// Outcomes of the sealed and broken attempts of a step's training groups.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn outcomes_of_step(&self, step: u32) -> Result<Vec<Outcome>, StoreError> {
+        self.outcomes(sql::TRAIN, step).await
+    }
+
+    /// Outcomes of the sealed and broken attempts of an evaluation round.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn outcomes_of_eval(&self, round: u32) -> Result<Vec<Outcome>, StoreError> {
+        self.outcomes(sql::EVAL, round).await
+    }
+
+    async fn outcomes(&self, kind: &str, step: u32) -> Result<Vec<Outcome>, StoreError> {
+        let rows: Vec<(Option<String>,)> = sqlx::query_as(sql::SELECT_OUTCOMES)
+            .bind(kind)
+            .bind(step)
+            .fetch_all(&self.pool)
+            .await
+            .map_err(self.fail("outcomes"))?;
+        rows.into_iter().filter_map(|(outcome,)| self.json(outcome).transpose()).collect()
+    }
+
     /// Episodes of a group, in order of their member number.
     ///
     /// # Errors
@@ -401,21 +428,49 @@ impl Reader {
     /// # Errors
     /// [`StoreError::Absent`], [`StoreError::Record`], and any database error.
     pub async fn load_episode(&self, id: EpisodeId) -> Result<StoredEpisode, StoreError> {
+        let (episode, attempts) = self.episode_with_attempts(id).await?;
+        let best = attempts
+            .iter()
+            .find(|a| a.state == AttemptState::Sealed)
+            .or_else(|| attempts.iter().rev().find(|a| a.blob.is_some()));
+        let record = self.record_of(best).await?;
+        Ok(StoredEpisode { episode, attempts, record })
+    }
+
+    /// As [`Reader::load_episode`], with the record of this attempt, if it stored one.
+    ///
+    /// # Errors
+    /// [`StoreError::Absent`], [`StoreError::Record`], and any database error.
+    pub async fn load_attempt(&self, id: AttemptId) -> Result<StoredEpisode, StoreError> {
+        let (episode, attempts) = self.episode_with_attempts(id.episode).await?;
+        let attempt = attempts
+            .iter()
+            .find(|attempt| attempt.id == id)
+            .ok_or_else(|| StoreError::Absent { what: format!("attempt {id}") })?;
+        let record = self.record_of(Some(attempt).filter(|a| a.blob.is_some())).await?;
+        Ok(StoredEpisode { episode, attempts, record })
+    }
+
+    async fn episode_with_attempts(
+        &self,
+        id: EpisodeId,
+    ) -> Result<(EpisodeRow, Vec<AttemptRow>), StoreError> {
         let members = self.episodes_of_group(id.group).await?;
         let episode = members
             .into_iter()
             .find(|e| e.id == id)
             .ok_or_else(|| StoreError::Absent { what: format!("episode {id}") })?;
-        let attempts = self.attempts(id).await?;
-        let best = attempts
-            .iter()
-            .find(|a| a.state == AttemptState::Sealed)
-            .or_else(|| attempts.iter().rev().find(|a| a.blob.is_some()));
-        let record = match best {
-            Some(attempt) => Some(self.load_record(attempt).await?),
-            None => None,
-        };
-        Ok(StoredEpisode { episode, attempts, record })
+        Ok((episode, self.attempts(id).await?))
+    }
+
+    async fn record_of(
+        &self,
+        attempt: Option<&AttemptRow>,
+    ) -> Result<Option<EpisodeRecord>, StoreError> {
+        match attempt {
+            Some(attempt) => Ok(Some(self.load_record(attempt).await?)),
+            None => Ok(None),
+        }
     }
 
     /// The stored record of an attempt, checked against its digest.

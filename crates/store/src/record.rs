@@ -7,7 +7,9 @@
 //! `policy_versions i64[T]` and the routing bytes if there are any, all little-endian. The file is
 //! named by the blake3 digest of all its bytes. Minor version 1 added branches after the first.
 
-use orchestrate_types::{AttemptId, LengthMismatch, Outcome, PolicyVersion, Trajectory, TurnSpan};
+use orchestrate_types::{
+    AttemptId, ByteReader, EndsEarly, LengthMismatch, Outcome, PolicyVersion, Trajectory, TurnSpan,
+};
 use serde::{Deserialize, Serialize};
 
 const MAGIC: &[u8; 8] = b"ORCHEPSD";
@@ -84,9 +86,12 @@ pub enum RecordError {
     /// A newer version of this program wrote it.
     #[error("it has format version {0}, but this program reads only version 1: upgrade to read it")]
     Newer(u16),
-    /// Parts are missing or do not fit together.
+    /// Parts do not fit together.
     #[error("it is malformed: {0}")]
     Malformed(&'static str),
+    /// Parts are missing.
+    #[error("it is malformed: {0}")]
+    Truncated(#[from] EndsEarly),
     /// The JSON part is damaged.
     #[error("its description is malformed")]
     Json(#[from] serde_json::Error),
@@ -175,21 +180,21 @@ impl EpisodeRecord {
             return Err(RecordError::Digest { expected: digest.to_owned(), found });
         }
         let rest = file.strip_prefix(MAGIC).ok_or(RecordError::Magic)?;
-        let mut header = Cursor(rest);
+        let mut header = ByteReader::new(rest);
         let major = u16::from_le_bytes(header.array()?);
         if major > MAJOR {
             return Err(RecordError::Newer(major));
         }
         let _minor_and_reserved = header.take(HEADER_BYTES - MAGIC.len() - 2)?;
-        let body = zstd::stream::decode_all(header.0).map_err(RecordError::Compression)?;
-        let mut body = Cursor(&body);
+        let body = zstd::stream::decode_all(header.rest()).map_err(RecordError::Compression)?;
+        let mut body = ByteReader::new(&body);
         let length = u32::from_le_bytes(body.array()?) as usize;
         let about: Description = serde_json::from_slice(body.take(length)?)?;
         let Description { attempt, outcome, tokens, turns, routing, branches, detail } = about;
         let first = tokens.map(|tokens| BranchDescription { tokens, turns, routing });
         let described = first.into_iter().chain(branches);
         let branches = described.map(|branch| branch.read(&mut body)).collect::<Result<_, _>>()?;
-        if !body.0.is_empty() {
+        if !body.rest().is_empty() {
             return Err(RecordError::Malformed("it has bytes after its end"));
         }
         Ok(Self { attempt, outcome, branches, detail, summary })
@@ -210,7 +215,7 @@ impl BranchDescription {
     }
 
     /// Reads the branch's arrays from the front of `body`.
-    fn read(self, body: &mut Cursor<'_>) -> Result<StoredBranch, RecordError> {
+    fn read(self, body: &mut ByteReader<'_>) -> Result<StoredBranch, RecordError> {
         let Self { tokens, turns, routing } = self;
         let trajectory = Trajectory::new(
             body.values(tokens, u32::from_le_bytes)?,
@@ -228,35 +233,6 @@ impl BranchDescription {
             }),
         };
         Ok(StoredBranch { trajectory, routing })
-    }
-}
-
-/// Reads values from the front of a slice; fails where it ends too early.
-struct Cursor<'a>(&'a [u8]);
-
-impl<'a> Cursor<'a> {
-    fn take(&mut self, n: usize) -> Result<&'a [u8], RecordError> {
-        let (head, rest) =
-            self.0.split_at_checked(n).ok_or(RecordError::Malformed("it ends too early"))?;
-        self.0 = rest;
-        Ok(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], RecordError> {
-        let mut out = [0; N];
-        out.copy_from_slice(self.take(N)?);
-        Ok(out)
-    }
-
-    fn values<T, const N: usize>(
-        &mut self,
-        count: usize,
-        from: fn([u8; N]) -> T,
-    ) -> Result<Vec<T>, RecordError> {
-        let bytes =
-            count.checked_mul(N).ok_or(RecordError::Malformed("a length in it is too large"))?;
-        let mut piece = Cursor(self.take(bytes)?);
-        (0..count).map(|_| Ok(from(piece.array()?))).collect()
     }
 }
 

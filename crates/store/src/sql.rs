@@ -90,6 +90,10 @@ pub(crate) const SELECT_NEWEST: &str = "SELECT e.episode_id, e.state, g.task_id,
      LEFT JOIN attempts a ON a.episode_id = e.episode_id \
      WHERE $1 IS NULL OR (g.kind = 'train' AND g.step = $1) \
      ORDER BY COALESCE(a.closed_us, a.opened_us, g.opened_us) DESC, e.episode_id DESC LIMIT $2";
+/// Outcomes of attempts that count in a stage.
+pub(crate) const SELECT_OUTCOMES: &str = "SELECT a.outcome FROM attempts a \
+     JOIN episodes e ON e.episode_id = a.episode_id JOIN groups g ON g.group_id = e.group_id \
+     WHERE g.kind = $1 AND g.step = $2 AND a.state IN ('sealed', 'broken') ORDER BY a.attempt_id";
 pub(crate) const COUNT_ATTEMPTS_OF_STEP: &str = "SELECT COUNT(*) FROM attempts a \
      JOIN episodes e ON e.episode_id = a.episode_id JOIN groups g ON g.group_id = e.group_id \
      WHERE g.kind = $1 AND g.step = $2 AND a.state = $3";
@@ -175,6 +179,7 @@ pub(crate) const ALL: &[&str] = &[
     SELECT_ATTEMPTS,
     SELECT_SEALED,
     COUNT_ATTEMPTS_OF_STEP,
+    SELECT_OUTCOMES,
     INSERT_VERSION,
     VERSION_LIVE,
     SELECT_VERSIONS,

@@ -184,6 +184,35 @@ async fn the_newest_lost_attempt_of_an_open_episode_can_be_resumed() {
 }
 
 #[tokio::test]
+async fn every_attempt_can_be_loaded_by_its_id() {
+    let (_temp, path) = folder();
+    let store = create(&path).await;
+    store.open_group(GROUP, 1, "t", 2).await.unwrap();
+    let first = claim(&store, episode(0)).await;
+    store.break_attempt(&record(first, broken()), 3).await.unwrap();
+    let second = claim(&store, episode(0)).await;
+    let scored = Outcome::Scored { reward: 0.5 };
+    store.seal_attempt(&record(second, scored.clone())).await.unwrap();
+    let running = claim(&store, episode(1)).await;
+    let reader = store.reader();
+    for (attempt, outcome) in
+        [(first, Some(broken())), (second, Some(scored.clone())), (running, None)]
+    {
+        let loaded = reader.load_attempt(attempt).await.unwrap();
+        let found = loaded.record.map(|record| (record.attempt, record.outcome));
+        assert_eq!(found, outcome.map(|outcome| (attempt, outcome)));
+        assert_eq!(loaded.episode.id, attempt.episode);
+        assert!(loaded.attempts.iter().any(|row| row.id == attempt));
+    }
+    let none = AttemptId { attempt: 3, ..second };
+    assert!(matches!(reader.load_attempt(none).await, Err(StoreError::Absent { .. })));
+    // One that runs has no outcome, and a stage counts each of the others once.
+    assert_eq!(reader.outcomes_of_step(1).await.unwrap(), [broken(), scored]);
+    assert_eq!(reader.outcomes_of_step(2).await.unwrap(), []);
+    assert_eq!(reader.outcomes_of_eval(1).await.unwrap(), []);
+}
+
+#[tokio::test]
 async fn replaced_coordinator_writes_nothing() {
     let (_temp, path) = folder();
     let store = create(&path).await;

@@ -80,7 +80,7 @@ impl PlainRow {
             test_timeout: Duration::ZERO,
             expected: std::collections::BTreeMap::new(),
             gold_patch: String::new(),
-            origin: Origin::Outside(Box::new(self.columns.clone())),
+            origin: Origin::External(Box::new(self.columns.clone())),
         }
     }
 }
@@ -96,7 +96,7 @@ mod tests {
         let row = PlainRow::from_value(row).unwrap();
         let task = row.to_task();
         assert_eq!((task.id.as_str(), task.family.as_str()), ("sum__1", "sums"));
-        let Origin::Outside(columns) = &task.origin else { panic!("{:?}", task.origin) };
+        let Origin::External(columns) = &task.origin else { panic!("{:?}", task.origin) };
         assert_eq!(columns["answer"], 2);
         let stored = serde_json::to_string(&task).unwrap();
         assert_eq!(serde_json::from_str::<Task>(&stored).unwrap(), task);

@@ -46,7 +46,8 @@ pub enum Origin {
     SweBench(Box<SweRow>),
     /// An external worker provides the environment and returns the reward; these are the row's
     /// columns, which it gets.
-    Outside(Box<serde_json::Map<String, serde_json::Value>>),
+    #[serde(alias = "outside")]
+    External(Box<serde_json::Map<String, serde_json::Value>>),
     /// The container of a Harbor task; the row contains its tests and defines how they run.
     Harbor(Box<HarborRow>),
 }
@@ -92,11 +93,17 @@ pub struct Task {
 }
 
 impl Task {
+    /// Whether all files of its starting tree come with the task. Its sandbox starts from an empty folder,
+    /// which a reset can empty again; a tree in the image needs a fresh container each time.
+    pub fn brings_all_files(&self) -> bool {
+        self.origin == Origin::Files && !self.agent_files.is_empty()
+    }
+
     /// Folder of the repository's own programs, which is put first in the `PATH` of commands;
     /// `None` if the image does not need it.
     pub fn programs(&self) -> Option<&'static str> {
         match self.origin {
-            Origin::Files | Origin::Outside(_) | Origin::Harbor(_) => None,
+            Origin::Files | Origin::External(_) | Origin::Harbor(_) => None,
             Origin::R2e => Some("/testbed/.venv/bin"),
             Origin::SweBench(_) => Some("/opt/miniconda3/envs/testbed/bin"),
         }
@@ -112,7 +119,7 @@ impl Task {
             Origin::Files
             | Origin::R2e
             | Origin::SweBench(_)
-            | Origin::Outside(_)
+            | Origin::External(_)
             | Origin::Harbor(_) => None,
         }
     }
@@ -121,7 +128,7 @@ impl Task {
     pub fn variables(&self) -> impl Iterator<Item = (&str, &str)> {
         let of_row = match &self.origin {
             Origin::Harbor(row) => Some(&row.image.env),
-            Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Outside(_) => None,
+            Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::External(_) => None,
         };
         of_row.into_iter().flatten().map(|(name, value)| (name.as_str(), value.as_str()))
     }

@@ -131,7 +131,7 @@ fn a_plain_row_keeps_a_column_of_a_trainers_data_set_that_has_no_row_in_it() {
         assert_eq!((good.len(), bad), (1, Vec::new()));
         let task = good[0].to_task().unwrap();
         let keeps = |columns: &serde_json::Map<String, Value>| columns["extra_info"] == kept;
-        assert!(matches!(&task.origin, Origin::Outside(columns) if keeps(columns)), "{task:?}");
+        assert!(matches!(&task.origin, Origin::External(columns) if keeps(columns)), "{task:?}");
     }
 }
 

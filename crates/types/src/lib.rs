@@ -4,6 +4,7 @@
 //! This crate does no I/O and nothing asynchronous. Its invariant: a [`Trajectory`] whose arrays
 //! differ in length cannot be built ([`Trajectory::new`]). Read [`Outcome`] next.
 
+mod byte_reader;
 mod clock;
 mod duration;
 mod foreign_json;
@@ -16,6 +17,7 @@ mod secret;
 mod test_timeout;
 mod trajectory;
 
+pub use byte_reader::{ByteReader, EndsEarly};
 pub use clock::{now, timestamp, unix_micros, utc};
 pub use duration::{ByteSize, HumanDuration, ParseUnitError};
 pub use foreign_json::{UniqueKeys, exact_json, mended_json, rounded_integer, whole_zeros};

@@ -279,7 +279,7 @@ async fn fleet(kind: &Kind, world: &World, urls: &[String]) -> anyhow::Result<Fl
     let options = FleetOptions {
         max_in_flight: kind.conversations,
         probe_interval: Duration::from_secs(1),
-        away_timeout: PATIENCE,
+        out_of_service_timeout: PATIENCE,
     };
     Ok(Fleet::start(members, options)?)
 }

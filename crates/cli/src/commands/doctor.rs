@@ -17,7 +17,7 @@ use orchestrate_sandbox::{
     SelfTestResult, SharedLimit, run_self_test, self_test_cases,
 };
 use orchestrate_settings::SectionKeys as _;
-use orchestrate_tasks::{Origin, Task};
+use orchestrate_tasks::Task;
 use orchestrate_types::{
     AttemptId, ConfigProblem, EpisodeId, GroupId, NOT_SHOWN, RunId, has_credentials,
     without_credentials,
@@ -215,7 +215,7 @@ async fn sandbox(settings: &Settings) -> Vec<Finding> {
 
 async fn probe_sandbox(settings: &Settings) -> anyhow::Result<(String, Vec<SharedLimit>)> {
     let task = first_task(settings)?;
-    let reusable = task.origin == Origin::Files;
+    let reusable = task.brings_all_files();
     let group = GroupId::Eval { round: 0, index: 0 };
     let spec = SandboxSpec {
         image: task.image.clone(),

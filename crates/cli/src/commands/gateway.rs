@@ -9,7 +9,7 @@ pub(crate) async fn run(args: GatewayArgs) -> anyhow::Result<ExitCode> {
     let GatewayArgs { mut eval, tasks, listen } = args;
     if !eval.resume {
         let mut set = |assignment: String| eval.source.sets.push(assignment);
-        set("rollout.scaffold=outside".to_owned());
+        set("rollout.scaffold=external".to_owned());
         if let Some(file) = tasks {
             set(format!("tasks.held_out_file={:?}", file.as_str()));
         }

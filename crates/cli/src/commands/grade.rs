@@ -31,7 +31,7 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     match find(&args.tasks, instance)? {
         Row::R2e(row) => r2e(&row, log, &args)?,
         Row::Swe(row) => swe_bench(&row, log, &args)?,
-        Row::Plain(_) => anyhow::bail!(UsageError::GradedOutside { id: instance.clone() }),
+        Row::Plain(_) => anyhow::bail!(UsageError::GradedExternally { id: instance.clone() }),
         Row::Harbor(row) => anyhow::bail!(UsageError::NotByLog { id: row.id }),
     }
     Ok(ExitCode::SUCCESS)

@@ -127,7 +127,7 @@ async fn drive_open(
     }
     let run = store.reader().run().await?.run;
     // External episodes have no containers.
-    let has_containers = settings.rollout.scaffold != Scaffold::Outside;
+    let has_containers = settings.rollout.scaffold != Scaffold::External;
     let helper = has_containers.then(|| Helper::start(settings, run, store.epoch())).flatten();
     let view = live::View::new(settings.run.steps);
     let counts = view.clone();

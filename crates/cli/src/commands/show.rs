@@ -3,19 +3,19 @@
 use super::tasks::NAME_CHARS;
 use crate::args::ShowArgs;
 use crate::error::UsageError;
-use crate::run_folder::planned;
+use crate::run_folder::{TURNS_FOLDER, planned};
 use crate::{output, tables, wiring};
-use camino::Utf8Path;
+use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::{RunReport, metrics_lines};
-use orchestrate_rollout::{Action, ChatModel, TurnLog};
+use orchestrate_rollout::{Action, ChatModel, TurnJournals, TurnLog};
 use orchestrate_store::{
-    AmendmentRow, EpisodeRecord, JOURNAL_FILE, NewestRow, Reader, StoreError, StoredBranch,
-    StoredEpisode,
+    AmendmentRow, AttemptRow, AttemptState, EpisodeRecord, JOURNAL_FILE, NewestRow, Reader,
+    StoreError, StoredBranch, StoredEpisode, holder,
 };
 use orchestrate_tasks::{Finding, Verdict, printable};
-use orchestrate_types::{EpisodeId, Outcome, Trajectory, utc};
+use orchestrate_types::{AttemptId, EpisodeId, Outcome, Trajectory, utc};
 use serde::Serialize;
 use serde_json::Value;
 use std::process::ExitCode;
@@ -25,19 +25,25 @@ const REASON_CHARS: usize = 400;
 
 /// Runs the command.
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
-    let reader = Reader::open(&wiring::absolute(&args.run_dir)?).await?;
+    let folder = wiring::absolute(&args.run_dir)?;
+    let reader = Reader::open(&folder).await?;
     match &args.episode {
-        None => overview(&reader, &args).await?,
+        None => overview(&reader, &folder, &args).await?,
         Some(id) => {
             let unknown =
                 || UsageError::UnknownEpisode { id: id.clone(), run_dir: args.run_dir.clone() };
-            let parsed: EpisodeId = id.parse().map_err(|_| unknown())?;
-            let stored = match reader.load_episode(parsed).await {
+            let loaded = match (id.parse::<EpisodeId>(), id.parse::<AttemptId>()) {
+                (Ok(episode), _) => reader.load_episode(episode).await,
+                (Err(_), Ok(attempt)) => reader.load_attempt(attempt).await,
+                (Err(_), Err(_)) => anyhow::bail!(unknown()),
+            };
+            let stored = match loaded {
                 Err(StoreError::Absent { .. }) => anyhow::bail!(unknown()),
                 loaded => loaded?,
             };
             let prompt = prompt(&args.run_dir, &reader, &stored).await;
-            episode(&stored, prompt, args.json)?;
+            let shown = states(&reader, &folder).await?;
+            episode(&stored, id, &shown, prompt, args.json)?;
         }
     }
     Ok(ExitCode::SUCCESS)
@@ -61,6 +67,7 @@ struct Overview<'a> {
 struct AttemptEntry<'a> {
     id: &'a str,
     task: &'a str,
+    /// State of the attempt as [`States`] has it, or of the episode.
     state: &'a str,
     outcome: Option<&'a Outcome>,
     reward: Option<f64>,
@@ -68,7 +75,54 @@ struct AttemptEntry<'a> {
     tokens: Option<u64>,
 }
 
-fn attempt_entry(row: &NewestRow) -> AttemptEntry<'_> {
+/// What is known of the attempts that have no outcome in the journal.
+#[derive(Debug)]
+struct States {
+    is_running: bool,
+    /// Lost attempts that are the newest ones of open episodes.
+    lost: Vec<AttemptId>,
+    /// The turn journals.
+    turns: Utf8PathBuf,
+}
+
+async fn states(reader: &Reader, folder: &Utf8Path) -> Result<States, StoreError> {
+    Ok(States {
+        is_running: holder(folder).is_some(),
+        lost: reader.lost_attempts().await?,
+        turns: folder.join(TURNS_FOLDER),
+    })
+}
+
+impl States {
+    /// The state of an attempt in one word. The journal has one that runs as `intended`, and so it has one
+    /// whose process was killed, until the run is started again; that makes it `lost`, and only then
+    /// continues it if its turns are recorded.
+    fn word<'a>(&self, id: &str, recorded: &'a str) -> &'a str {
+        self.word_if(id, recorded, |attempt| TurnJournals::can_continue(&self.turns, attempt))
+    }
+
+    fn word_if<'a>(
+        &self,
+        id: &str,
+        recorded: &'a str,
+        can_continue: impl FnOnce(AttemptId) -> bool,
+    ) -> &'a str {
+        let (is_intended, is_lost) =
+            (recorded == AttemptState::Intended.name(), recorded == AttemptState::Lost.name());
+        let Ok(attempt) = id.parse::<AttemptId>() else { return recorded };
+        if is_intended && self.is_running {
+            return "running";
+        }
+        let has_ended = !is_intended && (!is_lost || !self.lost.contains(&attempt));
+        match has_ended {
+            true => recorded,
+            false if can_continue(attempt) => "resumable",
+            false => AttemptState::Lost.name(),
+        }
+    }
+}
+
+fn attempt_entry<'a>(row: &'a NewestRow, states: &States) -> AttemptEntry<'a> {
     // The numbers of attempts that stored nothing are unknown.
     let stored = Some(row.summary.clone()).filter(|summary| !summary.is_null());
     let summary: Option<EpisodeSummary> =
@@ -84,7 +138,7 @@ fn attempt_entry(row: &NewestRow) -> AttemptEntry<'_> {
     AttemptEntry {
         id: &row.id,
         task: &row.task_id,
-        state: &row.state,
+        state: states.word(&row.id, &row.state),
         outcome: row.outcome.as_ref(),
         reward,
         turns: summary.as_ref().map(|summary| summary.turns),
@@ -116,12 +170,16 @@ struct EpisodeEntry<'a> {
     state: &'static str,
 }
 
-async fn overview(reader: &Reader, args: &ShowArgs) -> anyhow::Result<()> {
+async fn overview(reader: &Reader, folder: &Utf8Path, args: &ShowArgs) -> anyhow::Result<()> {
     let metrics = metrics_lines(reader).await.map_err(RunError::from)?;
     let episodes = reader.episodes().await?;
     let report = RunReport::from_journal(reader).await.map_err(RunError::from)?;
     let changes = reader.amendments().await?;
+    // Before the rows are read: a process that ends meanwhile may leave them as of a running attempt.
+    let states = states(reader, folder).await?;
     let newest = reader.newest(args.step, args.last).await?;
+    let newest: Vec<AttemptEntry<'_>> =
+        newest.iter().map(|row| attempt_entry(row, &states)).collect();
     if args.json {
         let episodes = episodes
             .iter()
@@ -137,7 +195,7 @@ async fn overview(reader: &Reader, args: &ShowArgs) -> anyhow::Result<()> {
             changed_settings,
             metrics: &metrics,
             episodes,
-            newest: newest.iter().map(attempt_entry).collect(),
+            newest,
         });
     }
     let mut steps =
@@ -158,7 +216,7 @@ async fn overview(reader: &Reader, args: &ShowArgs) -> anyhow::Result<()> {
     }
     let columns = ["newest attempts", "task", "state", "reward", "turns", "tokens"];
     let mut last = tables::table(&columns);
-    for entry in newest.iter().map(attempt_entry) {
+    for entry in newest {
         let number = |value: Option<u64>| value.map(|n| n.to_string()).unwrap_or_default();
         last.add_row([
             entry.id.to_owned(),
@@ -218,6 +276,14 @@ struct EpisodeView<'a> {
     branches: Vec<BranchView<'a>>,
 }
 
+/// What `show RUN EPISODE --json` prints if nothing was recorded.
+#[derive(Debug, Serialize)]
+struct Unrecorded<'a> {
+    /// The episode or the attempt, and its state.
+    id: &'a str,
+    state: &'a str,
+}
+
 /// A branch in [`EpisodeView`].
 #[derive(Debug, Serialize)]
 struct BranchView<'a> {
@@ -242,13 +308,27 @@ async fn prompt(run_dir: &Utf8Path, reader: &Reader, stored: &StoredEpisode) -> 
     chat.decode(ids).ok()
 }
 
-fn episode(stored: &StoredEpisode, prompt: Option<String>, json: bool) -> anyhow::Result<()> {
+fn episode(
+    stored: &StoredEpisode,
+    id: &str,
+    states: &States,
+    prompt: Option<String>,
+    json: bool,
+) -> anyhow::Result<()> {
     let Some(record) = &stored.record else {
-        output::data(format!(
-            "{}: {}, nothing recorded yet",
-            stored.episode.id,
-            stored.episode.state.name()
-        ));
+        let attempt = id.parse().ok().and_then(|id| stored.attempts.iter().find(|a| a.id == id));
+        let (id, state) = match attempt {
+            Some(AttemptRow { id, state, .. }) => {
+                let id = id.to_string();
+                let state = states.word(&id, state.name());
+                (id, state)
+            }
+            None => (stored.episode.id.to_string(), stored.episode.state.name()),
+        };
+        if json {
+            return output::json(&Unrecorded { id: &id, state });
+        }
+        output::data(format!("{id}: {state}, nothing recorded"));
         return Ok(());
     };
     let detail: EpisodeDetail = serde_json::from_value(record.detail.clone())?;
@@ -428,6 +508,35 @@ mod tests {
             overridden: Vec::new(),
         };
         turn_text(2, &turn)
+    }
+
+    #[test]
+    fn an_attempt_without_an_outcome_is_running_resumable_or_lost() {
+        let newest = "t000001.02-a01";
+        let states = |is_running| States {
+            is_running,
+            lost: vec![newest.parse().unwrap()],
+            turns: Utf8PathBuf::new(),
+        };
+        let older = "t000001.03-a01";
+        for (id, recorded, is_running, has_turns, expected) in [
+            (newest, "intended", true, true, "running"),
+            (newest, "intended", true, false, "running"),
+            (newest, "intended", false, true, "resumable"),
+            (newest, "intended", false, false, "lost"),
+            // The run was started again, and has not continued it yet, or was killed before.
+            (newest, "lost", true, true, "resumable"),
+            (newest, "lost", false, true, "resumable"),
+            (newest, "lost", false, false, "lost"),
+            // Another attempt of the episode followed.
+            (older, "lost", false, true, "lost"),
+            (older, "sealed", false, true, "sealed"),
+            (older, "broken", true, true, "broken"),
+            ("t000001.03", "open", false, true, "open"),
+        ] {
+            let word = states(is_running).word_if(id, recorded, |_| has_turns);
+            assert_eq!(word, expected, "{id} {recorded} {is_running} {has_turns}");
+        }
     }
 
     #[test]

@@ -21,7 +21,7 @@ pub struct FleetOptions {
     /// Time between two health checks of a worker, and the maximum time of one.
     pub probe_interval: Duration,
     /// How long calls wait while no worker is in service.
-    pub away_timeout: Duration,
+    pub out_of_service_timeout: Duration,
 }
 
 /// The weights that all workers are to serve.
@@ -99,7 +99,7 @@ impl Shared {
         self.service_changes.send_modify(|count| *count += 1);
     }
 
-    /// Starts a call: waits up to `away_timeout` for a worker in service.
+    /// Starts a call: waits up to `out_of_service_timeout` for a worker in service.
     pub(super) async fn begin_call(
         &self,
         request: &GenerateRequest,
@@ -115,14 +115,14 @@ impl Shared {
         }
     }
 
-    /// Waits up to `away_timeout` until `ready` returns something. It is asked at first, and
+    /// Waits up to `out_of_service_timeout` until `ready` returns something. It is asked at first, and
     /// whenever a worker leaves or returns to service.
     pub(super) async fn wait_for_service<T>(
         &self,
         ready: impl Fn() -> Option<T>,
     ) -> Result<T, EngineError> {
         let mut changes = self.service_changes.subscribe();
-        let timeout = self.options.away_timeout;
+        let timeout = self.options.out_of_service_timeout;
         let end = Instant::now() + timeout;
         loop {
             // Marked before the question, so that no change is missed between it and the wait.
@@ -132,7 +132,7 @@ impl Shared {
             }
             // The sender lives in `self`: the only possible error is the timeout.
             let change = tokio::time::timeout_at(end, changes.changed());
-            let change = change.instrument(tracing::info_span!("engines_away"));
+            let change = change.instrument(tracing::info_span!("engines_out_of_service"));
             if !matches!(change.await, Ok(Ok(()))) {
                 return Err(self.no_worker(format!("no worker was in service for {timeout:?}")));
             }

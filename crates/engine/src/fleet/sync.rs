@@ -95,7 +95,7 @@ fn is_unreachable(error: &EngineError) -> bool {
 async fn wait_for_any(shared: &Shared, last: Option<EngineError>) -> Result<(), EngineError> {
     let any = || shared.placement().any_in_service().then_some(());
     shared.wait_for_service(any).await.map_err(|_| {
-        let timeout = shared.options.away_timeout;
+        let timeout = shared.options.out_of_service_timeout;
         let message = format!("no worker took the weights within {timeout:?}");
         last.unwrap_or_else(|| shared.no_worker(message))
     })

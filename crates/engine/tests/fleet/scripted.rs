@@ -212,7 +212,7 @@ pub(crate) fn fleet_of(workers: &[Arc<Scripted>], max_in_flight: usize) -> Arc<F
     let options = FleetOptions {
         max_in_flight,
         probe_interval: Duration::from_secs(10),
-        away_timeout: Duration::from_mins(5),
+        out_of_service_timeout: Duration::from_mins(5),
     };
     Arc::new(Fleet::start(workers.iter().map(entry).collect(), options).unwrap())
 }

@@ -118,7 +118,7 @@ fn fleet(servers: &[Server]) -> Arc<Fleet> {
         max_in_flight: 64,
         // Also the time limit of a probe: three late ones take a live server out of service.
         probe_interval: Duration::from_secs(2),
-        away_timeout: Duration::from_mins(1),
+        out_of_service_timeout: Duration::from_mins(1),
     };
     Arc::new(Fleet::start(servers.iter().map(worker).collect(), options).unwrap())
 }

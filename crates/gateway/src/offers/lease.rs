@@ -1,6 +1,6 @@
 //! The rules of leases, without I/O.
 
-use super::terms::{Begin, LeaseRecord, OfferEnd, RestoredLease, Returned, Terms};
+use super::offered::{Begin, LeaseRecord, OfferEnd, OfferedAttempt, RestoredLease, Returned};
 use super::wire::{Problem, Taken};
 use crate::registry::{Entry, Registry};
 use crate::secret::{SecretDigest, secret};
@@ -38,8 +38,8 @@ pub(super) enum Phase {
 }
 
 impl Slot {
-    pub(super) fn new(terms: Terms) -> Arc<Self> {
-        let Terms { attempt, task, time, begin } = terms;
+    pub(super) fn new(offered: OfferedAttempt) -> Arc<Self> {
+        let OfferedAttempt { attempt, task, time, begin } = offered;
         let phase = watch::Sender::new(Phase::Waiting);
         Arc::new(Self { attempt, task, time, begin: Mutex::new(Some(begin)), phase })
     }

@@ -10,18 +10,18 @@
 //! survives a crash.
 
 mod lease;
+mod offered;
 mod routes;
-mod terms;
 mod wire;
 
 use crate::registry::Registry;
 use axum::Router;
 use lease::{Leases, Phase, Slot};
+pub use offered::{FailureKind, LeaseRecord, OfferEnd, OfferedAttempt, RestoredLease};
 use orchestrate_types::AttemptId;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 use std::time::Duration;
-pub use terms::{FailureKind, LeaseRecord, OfferEnd, RestoredLease, Terms};
 use tokio::sync::watch;
 use tokio::time::{Instant, sleep_until};
 use tokio_util::sync::CancellationToken;
@@ -55,8 +55,8 @@ impl Offers {
     }
 
     /// Offers an attempt until it ends, or until the offer is dropped.
-    pub fn offer(&self, terms: Terms) -> Offer {
-        let slot = Slot::new(terms);
+    pub fn offer(&self, attempt: OfferedAttempt) -> Offer {
+        let slot = Slot::new(attempt);
         self.leases().add(Arc::clone(&slot));
         self.changes.send_modify(|count| *count += 1);
         let phase = slot.phase.subscribe();

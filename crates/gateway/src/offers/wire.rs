@@ -1,6 +1,6 @@
 //! Request and reply bodies of the routes for workers.
 
-use super::terms::{FailureKind, OfferEnd, Returned};
+use super::offered::{FailureKind, OfferEnd, Returned};
 use crate::code::ErrorCode;
 use axum::Json;
 use axum::http::StatusCode;

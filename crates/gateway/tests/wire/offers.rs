@@ -2,8 +2,8 @@
 
 use crate::scripted::ScriptedSampler;
 use orchestrate_gateway::{
-    FailureKind, GatewayOptions, LeaseRecord, Offer, OfferEnd, Offers, Registry, RestoredLease,
-    Terms,
+    FailureKind, GatewayOptions, LeaseRecord, Offer, OfferEnd, OfferedAttempt, Offers, Registry,
+    RestoredLease,
 };
 use orchestrate_types::AttemptId;
 use reqwest::{Client, Response};
@@ -39,7 +39,7 @@ impl World {
     }
 
     fn offer(&self, attempt: &str, time: Duration) -> Offer {
-        self.offers.offer(Terms {
+        self.offers.offer(OfferedAttempt {
             attempt: attempt.parse().unwrap(),
             task: json!({"id": attempt}),
             time,
@@ -174,7 +174,7 @@ async fn repeated_requests_take_no_second_episode_and_two_workers_never_share_on
     let _offers: Vec<Offer> = (0..20)
         .map(|n| {
             let begun = Arc::clone(&begun);
-            world.offers.offer(Terms {
+            world.offers.offer(OfferedAttempt {
                 attempt: format!("t{n:06}.00-a01").parse().unwrap(),
                 task: json!({}),
                 time: LONG,
@@ -297,7 +297,7 @@ async fn an_attempt_that_ends_withdraws_its_offer_and_ends_its_lease() {
 async fn taken_before() -> (Value, LeaseRecord) {
     let world = World::new(LONG).await;
     let (keep, kept) = std::sync::mpsc::channel();
-    let _offer = world.offers.offer(Terms {
+    let _offer = world.offers.offer(OfferedAttempt {
         attempt: "t000001.00-a01".parse().unwrap(),
         task: json!({}),
         time: LONG,

@@ -1,5 +1,5 @@
 //! The section `[agent]`: an agent with its own loop, for `rollout.scaffold = "command"`; and the
-//! offers to external workers for `rollout.scaffold = "outside"`.
+//! offers to external workers for `rollout.scaffold = "external"`.
 
 use super::egress::is_address;
 use super::limits::STRING_BYTES;
@@ -64,9 +64,9 @@ settings! {
     grace: HumanDuration = HumanDuration::secs(20);
 }
 
-/// Offers episodes to external workers (`rollout.scaffold = "outside"`).
+/// Offers episodes to external workers (`rollout.scaffold = "external"`).
 #[derive(Debug, Clone)]
-pub struct Outside {
+pub struct ExternalWorkers {
     /// Open offers and leases.
     pub offers: Offers,
     /// Time that a worker has after `rollout.episode_timeout` to return its reward.
@@ -75,7 +75,7 @@ pub struct Outside {
     pub journals: Arc<TurnJournals>,
 }
 
-impl Outside {
+impl ExternalWorkers {
     /// Offers episodes at `offers`. Requests of workers that hold episodes of an earlier process wait until
     /// these are continued.
     pub fn new(offers: Offers, grace: Duration, journals: TurnJournals) -> Self {

@@ -15,8 +15,8 @@ const TOTAL_BYTES: usize = 1 << 20;
 
 impl AgentSettings {
     /// Why no process can be given this task, or `None`.
-    pub fn obstacle(&self, plan: &RolloutSettings, task: &Task) -> Option<String> {
-        let opening = plan.opening(task);
+    pub fn obstacle(&self, settings: &RolloutSettings, task: &Task) -> Option<String> {
+        let opening = settings.opening(task);
         let prompt = opening.last().map_or("", |message| message.content.as_str());
         let own = self.env.iter().filter_map(|variable| variable.split_once('='));
         let variables = task.variables().chain([("TASK_PROMPT", prompt)]).chain(own);
@@ -48,8 +48,9 @@ mod tests {
     fn obstacle(task_prompt: &str, env: Vec<String>) -> Option<String> {
         let section =
             AgentSection { command: Some("run".into()), env: Some(env), ..Default::default() };
-        let plan = RolloutSection { task_prompt: Some(task_prompt.into()), ..Default::default() };
-        section.check().unwrap().obstacle(&plan.check().unwrap(), &toy_task())
+        let settings =
+            RolloutSection { task_prompt: Some(task_prompt.into()), ..Default::default() };
+        section.check().unwrap().obstacle(&settings.check().unwrap(), &toy_task())
     }
 
     #[test]

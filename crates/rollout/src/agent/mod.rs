@@ -7,8 +7,8 @@
 
 mod config;
 mod egress;
+mod external;
 mod limits;
-mod outside;
 mod sampler;
 
 #[cfg(test)]
@@ -19,7 +19,7 @@ use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::failure::{failed, sandbox_failed};
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use config::SCRIPT_START;
-pub use config::{AgentPreset, AgentSection, AgentSettings, Outside};
+pub use config::{AgentPreset, AgentSection, AgentSettings, ExternalWorkers};
 use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
 use orchestrate_types::{Limit, Stage};
@@ -52,12 +52,12 @@ impl Attempt {
         let Some(script) = settings.script() else {
             return failed(Stage::Setup, "neither agent.command nor agent.preset is set");
         };
-        let conversation = Arc::new(Conversation::new(self.calls.clone(), limits));
+        let conversation = Arc::new(Conversation::new(self.context.clone(), limits));
         let _end = EndOnDrop(Arc::clone(&conversation));
         let sampler = Arc::new(ConversationSampler {
             conversation: Arc::clone(&conversation),
             model: MODEL.to_owned(),
-            show_tools: self.calls.plan.show_tools,
+            show_tools: self.context.settings.show_tools,
             takes_tokens: false,
             schemas: Mutex::default(),
             places: Semaphore::new(PLACES),
@@ -96,7 +96,7 @@ impl Attempt {
         self.timings.generate_s += finished.generate_s;
         let event = match (result, &finished.failure) {
             (_, Some(error)) => failed(Stage::Generate, error),
-            (_, None) if finished.stopped || self.calls.stop.is_cancelled() => {
+            (_, None) if finished.stopped || self.context.stop.is_cancelled() => {
                 EpisodeEvent::StopRequested
             }
             (Err(error), None) => sandbox_failed(Stage::Exec, error),
@@ -129,7 +129,7 @@ impl Attempt {
     /// sample and the agent does not end by itself.
     async fn wait_for_end(&self, conversation: &Conversation, settings: &AgentSettings) {
         tokio::select! {
-            () = self.calls.stop.cancelled() => {}
+            () = self.context.stop.cancelled() => {}
             failed = conversation.ended() => {
                 if !failed {
                     tokio::time::sleep(settings.grace.0).await;
@@ -139,8 +139,8 @@ impl Attempt {
     }
 
     fn command(&self, settings: &AgentSettings, script: &str, limits: EpisodeLimits) -> Command {
-        let task = &self.calls.request.task;
-        let opening = self.calls.plan.opening(task);
+        let task = &self.context.request.task;
+        let opening = self.context.settings.opening(task);
         let prompt = opening.last().map_or("", |message| message.content.as_str());
         let host = format!("http://127.0.0.1:{}", settings.port);
         let fixed = [
@@ -175,7 +175,7 @@ impl Attempt {
                 .map(|(name, value)| (name.to_owned(), value.to_owned()))
                 .chain(own)
                 .collect(),
-            timeout: self.calls.remaining(),
+            timeout: self.context.remaining(),
             keep_bytes: OUTPUT_BYTES,
         }
     }

@@ -2,7 +2,8 @@
 
 use crate::api::{Action, Message, MessageExtra};
 use crate::conversation::{
-    Ask, AskError, Conversation, Past, Said, SampledReply, Unanswered, call_id,
+    Conversation, HistoryMessage, ReplyError, ReplyRequest, RequestPrompt, SampledReply,
+    Unanswered, call_id,
 };
 use crate::template::ShownExtras;
 use orchestrate_engine::Finish;
@@ -53,7 +54,7 @@ impl Sampler for ConversationSampler {
     }
 
     fn context(&self) -> usize {
-        self.conversation.context()
+        self.conversation.max_sequence_tokens()
     }
 
     fn honours_sampling(&self) -> bool {
@@ -71,8 +72,9 @@ impl Sampler for ConversationSampler {
         text: Option<TextSink>,
     ) -> Result<Sampled, SampleError> {
         let _place = self.place().await?;
-        let ask = self.ask(request, sample);
-        let reply = self.conversation.sample_live(&ask, text).await.map_err(refused)?;
+        let request_of_reply = self.reply_request(request, sample);
+        let reply =
+            self.conversation.sample_live(&request_of_reply, text).await.map_err(refused)?;
         Ok(self.sampled(&reply, request.logprobs))
     }
 
@@ -82,7 +84,7 @@ impl Sampler for ConversationSampler {
 
     async fn count(&self, request: &SampleRequest) -> Result<usize, SampleError> {
         let _place = self.place().await?;
-        self.conversation.count(&self.ask(request, 0)).await.map_err(refused)
+        self.conversation.count(&self.reply_request(request, 0)).await.map_err(refused)
     }
 
     async fn generate(&self, request: TokenRequest) -> Result<SampledTokens, SampleError> {
@@ -93,8 +95,8 @@ impl Sampler for ConversationSampler {
         let _place = self.place().await?;
         let TokenRequest { token_ids, max_tokens, rows_from, sampling, repeats, overridden } =
             request;
-        let ask = Arc::new(Ask {
-            past: Past::Tokens(token_ids),
+        let request = Arc::new(ReplyRequest {
+            prompt: RequestPrompt::Tokens(token_ids),
             max_tokens,
             stops: Arc::default(),
             sampling: self.honoured(sampling),
@@ -102,7 +104,7 @@ impl Sampler for ConversationSampler {
             repeats,
             overridden: overridden.paths().map(str::to_owned).collect(),
         });
-        let reply = self.conversation.sample(&ask).await.map_err(refused)?;
+        let reply = self.conversation.sample(&request).await.map_err(refused)?;
         let (receipt, delivery) = Receipt::new();
         reply.sending(delivery);
         Ok(SampledTokens {
@@ -142,7 +144,7 @@ impl ConversationSampler {
     }
 
     /// A request in the form that the conversation compares and renders.
-    fn ask(&self, request: &SampleRequest, sample: usize) -> Arc<Ask> {
+    fn reply_request(&self, request: &SampleRequest, sample: usize) -> Arc<ReplyRequest> {
         let offered = match &request.tool_choice {
             ToolChoice::Auto | ToolChoice::Required | ToolChoice::Named(_) if self.show_tools => {
                 request.tools.as_slice()
@@ -150,9 +152,9 @@ impl ConversationSampler {
             _ => &[],
         };
         let extras = self.conversation.chat().shown_extras(!offered.is_empty());
-        Arc::new(Ask {
-            past: Past::Messages {
-                said: history(&request.messages, extras),
+        Arc::new(ReplyRequest {
+            prompt: RequestPrompt::Messages {
+                messages: history(&request.messages, extras),
                 tools: self.schemas(offered),
                 thinking: self.conversation.chat().thinking_for(request.thinking),
             },
@@ -223,12 +225,12 @@ impl ConversationSampler {
     }
 }
 
-fn refused(error: AskError) -> SampleError {
+fn refused(error: ReplyError) -> SampleError {
     match error {
-        AskError::Refused(problem) => SampleError::Refused(problem),
-        AskError::TooLong { prompt, limit } => SampleError::TooLong { prompt, context: limit },
-        AskError::Ended(reason) => SampleError::Ended(reason),
-        AskError::Failed(error) => SampleError::Failed(error),
+        ReplyError::Refused(problem) => SampleError::Refused(problem),
+        ReplyError::TooLong { prompt, limit } => SampleError::TooLong { prompt, context: limit },
+        ReplyError::Ended(reason) => SampleError::Ended(reason),
+        ReplyError::Failed(error) => SampleError::Failed(error),
     }
 }
 
@@ -244,27 +246,27 @@ fn schema(tool: &gateway::Tool) -> Value {
 }
 
 /// The messages, with what prompts show of ids and names.
-fn history(messages: &[gateway::Message], shown: ShownExtras) -> Vec<Arc<Said>> {
+fn history(messages: &[gateway::Message], shown: ShownExtras) -> Vec<Arc<HistoryMessage>> {
     let mut names = HashMap::new();
     let each = messages.iter().map(|message| {
         for call in &message.tool_calls {
             names.insert(call.id.as_str(), call.name.as_str());
         }
         let called = message.tool_call_id.as_deref().and_then(|id| names.get(id).copied());
-        let mut said = said(message);
+        let mut entry = entry(message);
         if shown.ids {
-            said.message.extra.call_ids.clone_from(&said.call_ids);
-            said.message.extra.tool_call_id.clone_from(&message.tool_call_id);
+            entry.message.extra.call_ids.clone_from(&entry.call_ids);
+            entry.message.extra.tool_call_id.clone_from(&message.tool_call_id);
         }
         if shown.names {
-            said.message.extra.name = message.name.as_deref().or(called).map(str::to_owned);
+            entry.message.extra.name = message.name.as_deref().or(called).map(str::to_owned);
         }
-        Arc::new(said)
+        Arc::new(entry)
     });
     each.collect()
 }
 
-fn said(message: &gateway::Message) -> Said {
+fn entry(message: &gateway::Message) -> HistoryMessage {
     let role = match message.role {
         Role::System => "system",
         Role::User => "user",
@@ -284,7 +286,7 @@ fn said(message: &gateway::Message) -> Said {
         tool_calls: calls.collect(),
         extra: MessageExtra::default(),
     };
-    Said { message, reasoning, reply, call_ids }
+    HistoryMessage { message, reasoning, reply, call_ids }
 }
 
 #[cfg(test)]

@@ -17,16 +17,19 @@ impl Attempt {
     #[tracing::instrument(name = "exec", parent = &self.turn_span, skip_all)]
     pub(crate) async fn act(&mut self, sandbox: &mut dyn Sandbox) -> EpisodeEvent {
         let started = Instant::now();
-        let turn = match &self.line.dialogue {
+        let turn = match &self.sequence.dialogue {
             Some(dialogue) => dialogue.last_turn(),
             None => WrittenTurn {
                 text: self.turns.last().map_or("", |turn| turn.text.as_str()),
-                opens_thinking: self.calls.chat.opens_thinking(self.line.buffer.last_prompt()),
-                format: self.calls.chat.tool_format(),
+                opens_thinking: self
+                    .context
+                    .chat
+                    .opens_thinking(self.sequence.buffer.last_prompt()),
+                format: self.context.chat.tool_format(),
                 separate: &[],
             },
         };
-        let calls = self.calls.plan.scaffold.parse(turn, self.servers.schemas());
+        let calls = self.context.settings.scaffold.parse(turn, self.servers.schemas());
         let mut mistakes = calls.iter().filter_map(|call| call.as_ref().err());
         let unread = mistakes.find(|mistake| mistake.is_unread).map(|mistake| mistake.text.clone());
         if let Some(turn) = self.turns.last_mut() {
@@ -45,14 +48,14 @@ impl Attempt {
         sandbox: &mut dyn Sandbox,
         calls: Vec<Result<(Action, Call), Mistake>>,
     ) -> EpisodeEvent {
-        let plan = Arc::clone(&self.calls.plan);
-        let scaffold = plan.scaffold;
+        let settings = Arc::clone(&self.context.settings);
+        let scaffold = settings.scaffold;
         let turns = u32::try_from(self.turns.len()).unwrap_or(u32::MAX);
-        let turns_left = plan.max_turns.saturating_sub(turns);
+        let turns_left = settings.max_turns.saturating_sub(turns);
         let mut new_messages: Vec<Message> = Vec::new();
         let mut submitted = false;
         for call in calls {
-            if self.calls.remaining().is_zero() {
+            if self.context.remaining().is_zero() {
                 return EpisodeEvent::TimeUp;
             }
             let observation = match call {
@@ -63,7 +66,7 @@ impl Attempt {
                         return failed(Stage::Exec, error.with_causes());
                     }
                 },
-                Err(mistake) => Some(truncate_middle(mistake.text, plan.observation_chars)),
+                Err(mistake) => Some(truncate_middle(mistake.text, settings.observation_chars)),
             };
             let Some(observation) = observation else {
                 submitted = true;
@@ -79,10 +82,10 @@ impl Attempt {
             new_messages.push(message(scaffold.observation_role(), &observation));
         }
         if !submitted {
-            match self.calls.chat.delta(&new_messages, self.line.buffer.last()) {
+            match self.context.chat.delta(&new_messages, self.sequence.buffer.last()) {
                 Ok(delta) => {
-                    if let Some(dialogue) = &mut self.line.dialogue {
-                        let safe = self.calls.chat.without_control_tokens(&new_messages);
+                    if let Some(dialogue) = &mut self.sequence.dialogue {
+                        let safe = self.context.chat.without_control_tokens(&new_messages);
                         dialogue.push_observations(&safe);
                     }
                     self.extend_prompt(&delta);
@@ -90,7 +93,7 @@ impl Attempt {
                 Err(error) => return failed(Stage::Exec, error),
             }
         }
-        EpisodeEvent::Acted { submitted, next_prompt_tokens: self.line.buffer.prompt_len() }
+        EpisodeEvent::Acted { submitted, next_prompt_tokens: self.sequence.buffer.prompt_len() }
     }
 
     /// Performs one tool call. Returns what the policy sees of it; `None` if the call submits.
@@ -100,26 +103,26 @@ impl Attempt {
         action: Action,
         call: &Call,
     ) -> Result<Option<String>, ToolFailure> {
-        let task = Arc::clone(&self.calls.request.task);
-        let plan = Arc::clone(&self.calls.plan);
-        let terms = ToolLimits {
-            command_timeout: plan.command_timeout.0.min(self.calls.remaining()),
-            observation_chars: plan.observation_chars,
+        let task = Arc::clone(&self.context.request.task);
+        let settings = Arc::clone(&self.context.settings);
+        let limits = ToolLimits {
+            command_timeout: settings.command_timeout.0.min(self.context.remaining()),
+            observation_chars: settings.observation_chars,
         };
         let variables: Vec<(&str, &str)> = task.variables().collect();
         let toolbox = Toolbox {
-            scaffold: plan.scaffold,
+            scaffold: settings.scaffold,
             workdir: &task.workdir,
             programs: task.programs(),
             variables: &variables,
-            limits: terms,
+            limits,
             servers: &self.servers,
         };
         if let Some(turn) = self.turns.last_mut() {
             turn.actions.push(action);
         }
         let done = toolbox.perform(sandbox, call, &mut self.editor).await?;
-        let observation = plan.scaffold.observation(call, done, terms);
+        let observation = settings.scaffold.observation(call, done, limits);
         if observation.is_none()
             && *call != Call::Submit
             && let Some(turn) = self.turns.last_mut()
@@ -132,7 +135,7 @@ impl Attempt {
 
     /// Appends what follows the last turn, and forks if the next prompt leaves some of it out.
     fn extend_prompt(&mut self, delta: &[TokenId]) {
-        self.line.buffer.add_pending(delta);
-        self.line.fork_last_turn(&self.calls.chat);
+        self.sequence.buffer.add_pending(delta);
+        self.sequence.fork_last_turn(&self.context.chat);
     }
 }

@@ -3,7 +3,7 @@
 use super::Conversation;
 use super::tree::{Branch, ForkCause, Recognition};
 use crate::api::{EpisodeBranch, RowCounts, TurnLog};
-use crate::line::{Counters, Line};
+use crate::sequence::{Counters, Sequence};
 use orchestrate_types::Limit;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -42,25 +42,25 @@ impl Drop for EndOnDrop {
 
 /// Lets a branch that ends where another one forked from it be part of that one, and drops branches
 /// without a reply of their own.
-pub(super) fn hand_over(branches: &mut Vec<Branch<Line>>) {
+pub(super) fn hand_over(branches: &mut Vec<Branch<Sequence>>) {
     let mut is_whole = vec![false; branches.len()];
     for index in 0..branches.len() {
         let (before, after) = branches.split_at_mut(index + 1);
         let Some(parent) = before.last() else { continue };
-        let end = parent.line.buffer.len();
-        let is_heir = |child: &&mut Branch<Line>| {
-            let continues = child.parent == Some((index, end)) && child.line.buffer.len() > end;
-            continues && child.line.has_rows_of(&parent.line)
+        let end = parent.sequence.buffer.len();
+        let is_heir = |child: &&mut Branch<Sequence>| {
+            let continues = child.parent == Some((index, end)) && child.sequence.buffer.len() > end;
+            continues && child.sequence.has_rows_of(&parent.sequence)
         };
         let heir = after.iter_mut().find(is_heir);
         if let (Some(heir), Some(part)) = (heir, is_whole.get_mut(index)) {
-            heir.line.buffer.take_over(&parent.line.buffer);
+            heir.sequence.buffer.take_over(&parent.sequence.buffer);
             *part = true;
         }
     }
     let mut part_of_another = is_whole.into_iter();
     branches.retain(|branch| {
         let is_part = part_of_another.next().unwrap_or(false);
-        !is_part && branch.line.buffer.has_own_reply()
+        !is_part && branch.sequence.buffer.has_own_reply()
     });
 }

@@ -1,6 +1,6 @@
 //! Replies that are read while they are sampled.
 
-use super::tests::{ask, chat, conversation, deliver, said};
+use super::tests::{chat, conversation, deliver, request, sent};
 use super::*;
 use orchestrate_engine::EngineErrorKind;
 use orchestrate_gateway::{Receipt, ShownText};
@@ -49,7 +49,7 @@ async fn text_is_shown_while_the_engine_samples_and_after_an_abort() {
         _ => closed("call>\n{\"name\": \"bash\", \"arguments\": {}}\n</tool_call>"),
     });
     let conversation = conversation(&engine, 10);
-    let request = ask(&[said("user", "mend it")]);
+    let request = request(&[sent("user", "mend it")]);
     let (sink, mut shown) = TextSink::new();
     let sampling = conversation.sample_live(&request, Some(sink));
     let watching = async {
@@ -80,7 +80,7 @@ async fn a_call_that_fails_is_shown_and_replaced_by_the_next_one() {
     });
     let conversation = conversation(&engine, 10);
     let (sink, mut shown) = TextSink::new();
-    let reply = conversation.sample_live(&ask(&[said("user", "a")]), Some(sink)).await.unwrap();
+    let reply = conversation.sample_live(&request(&[sent("user", "a")]), Some(sink)).await.unwrap();
     assert_eq!(reply.message.content, "Other words");
     assert_eq!(shown.now().content, "Other words");
     assert_eq!(engine.requests().len(), 2);
@@ -102,7 +102,7 @@ async fn an_agent_that_gets_a_reply_after_an_error_has_lost_nothing() {
         _ => closed("Other words"),
     });
     let conversation = conversation(&engine, 10);
-    let request = ask(&[said("user", "a")]);
+    let request = request(&[sent("user", "a")]);
     let (sink, _shown) = TextSink::new();
     let reply = conversation.sample_live(&request, Some(sink)).await.unwrap();
     for is_delivered in [false, true] {
@@ -124,7 +124,7 @@ async fn a_client_that_asks_again_is_shown_the_text_from_its_beginning() {
         _ => closed("ld"),
     });
     let conversation = conversation(&engine, 10);
-    let request = ask(&[said("user", "a")]);
+    let request = request(&[sent("user", "a")]);
     {
         let (sink, mut shown) = TextSink::new();
         let lost = conversation.sample_live(&request, Some(sink));
@@ -149,7 +149,7 @@ async fn a_client_that_asks_again_is_shown_the_text_from_its_beginning() {
 async fn nothing_is_shown_from_a_stop_string_on() {
     let engine = engine(|_| closed("one two STOP three"));
     let conversation = conversation(&engine, 10);
-    let mut request = Ask::clone(&ask(&[said("user", "a")]));
+    let mut request = ReplyRequest::clone(&request(&[sent("user", "a")]));
     request.stops = ["STOP".to_owned()].into();
     let (sink, mut shown) = TextSink::new();
     let reply = conversation.sample_live(&Arc::new(request), Some(sink)).await.unwrap();

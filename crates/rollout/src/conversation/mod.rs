@@ -1,20 +1,20 @@
 //! The conversation of an agent that brings its own loop and sends whole histories.
 //!
-//! [`Conversation::sample`] takes a request, in messages or in tokens ([`Ask`]), and returns a sampled
-//! reply. The request is placed in a [`Tree`] of branches; each branch is a [`Line`]. A request that
+//! [`Conversation::sample`] takes a request, in messages or in tokens ([`ReplyRequest`]), and returns a sampled
+//! reply. The request is placed in a [`Tree`] of branches; each branch is a [`Sequence`]. A request that
 //! continues a branch keeps the tokens that were sampled, and only its new messages are tokenised
 //! (`prompt.rs`); one that departs from all branches begins another, whose cause is counted.
 //!
 //! The invariants: every sampled token carries loss in exactly one branch, whatever the agent does with
 //! its history; and a request that is repeated after a broken connection gets the same reply.
 
-mod ask;
 mod begin;
 mod finished;
 mod live;
+mod pending;
 mod prompt;
 mod replay;
-mod served;
+mod request;
 mod tokens;
 mod tool_set;
 mod tree;
@@ -22,22 +22,22 @@ mod unanswered;
 
 use crate::api::TurnLog;
 use crate::chat::ChatModel;
-use crate::line::{Calls, GenerationId, Line, NoReply, Sampled};
 use crate::machine::{EpisodeLimits, MAX_ABORTS_PER_TURN};
 use crate::offload;
 use crate::reply::{ReplyParts, first_stop};
+use crate::sequence::{EpisodeContext, GenerationId, NoReply, Sampled, Sequence, TurnPart};
 use crate::turn_journal::{ConversationRecord, TurnJournal};
-use ask::digest_of_ids;
-pub(crate) use ask::{Ask, AskError, Past};
 use finished::hand_over;
 pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use live::LiveText;
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, GroupId, Limit, TokenId};
+pub(crate) use pending::SampledReply;
+use pending::{AnswerOnDrop, Client, PendingReplies, PendingReply};
 use replay::record_of;
-pub(crate) use served::SampledReply;
-use served::{AnswerAtEnd, Client, Receipts, Served};
+use request::digest_of_ids;
+pub(crate) use request::{ReplyError, ReplyRequest, RequestPrompt};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
@@ -45,15 +45,15 @@ use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tokio::time::Instant;
 use tool_set::{ToolSet, ToolSets};
+use tree::{BranchPoint, IN_TOKENS, Reply, Segment, Tree};
 pub use tree::{ForkCause, Recognition};
-use tree::{IN_TOKENS, Place, Reply, Step, Tree};
-pub(crate) use tree::{Said, call_id};
+pub(crate) use tree::{HistoryMessage, call_id};
 pub(crate) use unanswered::Unanswered;
 
 /// One agent's conversation.
 #[derive(Debug)]
 pub(crate) struct Conversation {
-    calls: Calls,
+    context: EpisodeContext,
     limits: EpisodeLimits,
     state: Mutex<State>,
     tools: ToolSets,
@@ -68,8 +68,8 @@ pub(crate) struct Conversation {
 
 #[derive(Debug)]
 struct State {
-    tree: Tree<Line>,
-    receipts: Receipts,
+    tree: Tree<Sequence>,
+    replies: PendingReplies,
     /// Number of generations that have begun for each prompt, by its digest.
     prompts: HashMap<[u8; 32], u32>,
     /// Number of generations that have begun, by which they are told apart.
@@ -97,10 +97,10 @@ enum End {
 }
 
 /// A generation that is about to run.
-struct Planned {
+struct PlannedGeneration {
     branch: usize,
-    line: Line,
-    /// Tokens of the prompt that are new on the line.
+    sequence: Sequence,
+    /// Tokens of the prompt that are new on the sequence.
     tail: Vec<TokenId>,
     id: GenerationId,
     room: usize,
@@ -113,9 +113,9 @@ struct Planned {
 }
 
 /// A generation that has run.
-struct Generated {
+struct FinishedGeneration {
     branch: usize,
-    line: Line,
+    sequence: Sequence,
     id: GenerationId,
     limit: Option<Limit>,
     elapsed: Duration,
@@ -141,16 +141,16 @@ const RECORD_BYTES_HERE: usize = 256 << 10;
 
 /// Runs work on an agent's bytes away from the event loop.
 async fn offloaded<T: Send + 'static>(
-    work: impl FnOnce() -> Result<T, AskError> + Send + 'static,
-) -> Result<T, AskError> {
-    offload::run(work).await.map_err(|error| AskError::Failed(error.to_string()))?
+    work: impl FnOnce() -> Result<T, ReplyError> + Send + 'static,
+) -> Result<T, ReplyError> {
+    offload::run(work).await.map_err(|error| ReplyError::Failed(error.to_string()))?
 }
 
 impl Conversation {
-    pub(crate) fn new(calls: Calls, limits: EpisodeLimits) -> Self {
+    pub(crate) fn new(context: EpisodeContext, limits: EpisodeLimits) -> Self {
         let state = State {
             tree: Tree::new(),
-            receipts: Receipts::default(),
+            replies: PendingReplies::default(),
             prompts: HashMap::new(),
             begun: 0,
             generations: 0,
@@ -163,7 +163,7 @@ impl Conversation {
             end: None,
         };
         Self {
-            calls,
+            context,
             limits,
             state: Mutex::new(state),
             tools: ToolSets::default(),
@@ -185,7 +185,7 @@ impl Conversation {
         &self,
         state: &mut State,
         record: impl FnOnce() -> ConversationRecord,
-    ) -> Result<(), AskError> {
+    ) -> Result<(), ReplyError> {
         let Some(journal) = self.journal.get() else { return Ok(()) };
         journal.append(&record()).or_else(|error| {
             state.end.get_or_insert(End::Failed(error.to_string()));
@@ -198,27 +198,30 @@ impl Conversation {
     }
 
     pub(crate) fn chat(&self) -> &ChatModel {
-        &self.calls.chat
+        &self.context.chat
     }
 
     /// Whether an agent decides how its replies are sampled: in evaluations, which train nothing.
     pub(crate) fn honours_sampling(&self) -> bool {
-        matches!(self.calls.request.attempt.episode.group, GroupId::Eval { .. })
+        matches!(self.context.request.attempt.episode.group, GroupId::Eval { .. })
     }
 
     /// Longest sequence in tokens.
-    pub(crate) fn context(&self) -> usize {
+    pub(crate) fn max_sequence_tokens(&self) -> usize {
         self.limits.max_sequence_tokens
     }
 
     /// Prompt tokens of a request, as if it were sampled now.
-    pub(crate) async fn count(self: &Arc<Self>, ask: &Arc<Ask>) -> Result<usize, AskError> {
-        let (this, ask) = (Arc::clone(self), Arc::clone(ask));
+    pub(crate) async fn count(
+        self: &Arc<Self>,
+        request: &Arc<ReplyRequest>,
+    ) -> Result<usize, ReplyError> {
+        let (this, request) = (Arc::clone(self), Arc::clone(request));
         offloaded(move || {
-            let tools = this.tools_of(&ask.past);
+            let tools = this.tools_of(&request.prompt);
             let state = this.state();
-            let place = state.locate(&ask.past, &tools);
-            let (head, tail) = this.prompt_at(&state.tree, place, &ask.past, &tools)?;
+            let point = state.locate(&request.prompt, &tools);
+            let (head, tail) = this.prompt_at(&state.tree, point, &request.prompt, &tools)?;
             Ok(head + tail.len())
         })
         .await
@@ -228,24 +231,24 @@ impl Conversation {
     /// gets that reply.
     pub(crate) async fn sample(
         self: &Arc<Self>,
-        ask: &Arc<Ask>,
-    ) -> Result<Arc<SampledReply>, AskError> {
-        self.sample_live(ask, None).await
+        request: &Arc<ReplyRequest>,
+    ) -> Result<Arc<SampledReply>, ReplyError> {
+        self.sample_live(request, None).await
     }
 
     /// Like [`Self::sample`]. `text` is shown the reply while it is sampled.
     pub(crate) async fn sample_live(
         self: &Arc<Self>,
-        ask: &Arc<Ask>,
+        request: &Arc<ReplyRequest>,
         text: Option<TextSink>,
-    ) -> Result<Arc<SampledReply>, AskError> {
-        let (this, ask) = (Arc::clone(self), Arc::clone(ask));
+    ) -> Result<Arc<SampledReply>, ReplyError> {
+        let (this, request) = (Arc::clone(self), Arc::clone(request));
         // Dropped with this future, at any time.
         let client = Arc::new(Client);
         let asking = Arc::downgrade(&client);
-        let begun = match self.begin_here(&ask, &asking, text) {
+        let begun = match self.begin_here(&request, &asking, text) {
             Ok(begun) => begun,
-            Err(text) => offloaded(move || Ok(this.begin(&ask, &asking, text))).await?,
+            Err(text) => offloaded(move || Ok(this.begin(&request, &asking, text))).await?,
         };
         let answer = begun?.await;
         drop(client);
@@ -267,11 +270,11 @@ impl Conversation {
         *last = unanswered;
     }
 
-    fn check_open(&self, state: &mut State) -> Result<(), AskError> {
+    fn check_open(&self, state: &mut State) -> Result<(), ReplyError> {
         if state.end.is_none() {
-            if self.calls.stop.is_cancelled() {
+            if self.context.stop.is_cancelled() {
                 state.end = Some(End::Stopped);
-            } else if self.calls.remaining().is_zero() {
+            } else if self.context.remaining().is_zero() {
                 state.end = Some(End::Limit(Limit::EpisodeTime));
             } else if state.generations >= self.limits.max_turns {
                 state.end = Some(End::Limit(Limit::Turns));
@@ -282,35 +285,41 @@ impl Conversation {
         }
         match &state.end {
             None => Ok(()),
-            Some(End::Closed) => Err(AskError::Ended("the episode has ended".to_owned())),
-            Some(End::Stopped) => Err(AskError::Ended("the run is stopping".to_owned())),
-            Some(End::Limit(Limit::Turns)) => Err(AskError::Ended(format!(
+            Some(End::Closed) => Err(ReplyError::Ended("the episode has ended".to_owned())),
+            Some(End::Stopped) => Err(ReplyError::Ended("the run is stopping".to_owned())),
+            Some(End::Limit(Limit::Turns)) => Err(ReplyError::Ended(format!(
                 "all {} generations of this episode are used (rollout.max_turns)",
                 self.limits.max_turns
             ))),
-            Some(End::Limit(_)) => Err(AskError::Ended(
+            Some(End::Limit(_)) => Err(ReplyError::Ended(
                 "the episode's time is up (rollout.episode_timeout)".to_owned(),
             )),
-            Some(End::Failed(error)) => Err(AskError::Failed(error.clone())),
+            Some(End::Failed(error)) => Err(ReplyError::Failed(error.clone())),
         }
     }
 
     /// Samples one reply, with all of its continuations after aborts, and stores it.
-    async fn run(self: Arc<Self>, planned: Planned, past: Past, served: Arc<Served>) {
-        let Planned { branch, mut line, tail, id, room, limit, live, overridden } = planned;
+    async fn run(
+        self: Arc<Self>,
+        planned: PlannedGeneration,
+        prompt: RequestPrompt,
+        pending: Arc<PendingReply>,
+    ) {
+        let PlannedGeneration { branch, mut sequence, tail, id, room, limit, live, overridden } =
+            planned;
         // A panic must not leave the client waiting.
-        let _answered = AnswerAtEnd(Arc::clone(&served));
-        let prompt_tokens = line.buffer.prompt_len();
+        let _answered = AnswerOnDrop(Arc::clone(&pending));
+        let prompt_tokens = sequence.buffer.prompt_len();
         let started = Instant::now();
-        line.listener = live.clone().map(|live| live as Arc<dyn TokenListener>);
-        let result = self.generate(&mut line, id, room, live.as_deref()).await;
-        line.listener = None;
+        sequence.listener = live.clone().map(|live| live as Arc<dyn TokenListener>);
+        let result = self.generate(&mut sequence, id, room, live.as_deref()).await;
+        sequence.listener = None;
         let elapsed = started.elapsed();
         let sampled = result.map(|(finish, cached_tokens)| (finish, prompt_tokens, cached_tokens));
-        let tools = past.tools();
-        let generated = Generated {
+        let tools = prompt.tools();
+        let generated = FinishedGeneration {
             branch,
-            line,
+            sequence,
             id,
             limit,
             elapsed,
@@ -319,32 +328,32 @@ impl Conversation {
             overridden,
             contradicted: false,
         };
-        let Err(generated) = self.store_here(generated, &past, &tail, &served) else { return };
-        let reply = Arc::clone(&served);
+        let Err(generated) = self.store_here(generated, &prompt, &tail, &pending) else { return };
+        let reply = Arc::clone(&pending);
         let stored = offload::run(move || {
-            let asked = self.observation(&past, &tail);
-            self.store(&mut self.state(), *generated, asked, &served);
+            let asked = self.observation(&prompt, &tail);
+            self.store(&mut self.state(), *generated, asked, &pending);
         });
         if let Err(error) = stored.await {
-            reply.answer(Err(AskError::Failed(error.to_string())));
+            reply.answer(Err(ReplyError::Failed(error.to_string())));
         }
     }
 
     /// Stores a generation on this thread if that is a matter of microseconds; otherwise gives it back.
     fn store_here(
         &self,
-        generated: Generated,
-        past: &Past,
+        generated: FinishedGeneration,
+        prompt: &RequestPrompt,
         tail: &[TokenId],
-        served: &Served,
-    ) -> Result<(), Box<Generated>> {
-        let tokens = tail.len() + generated.line.buffer.last_turn().len();
-        let recorded = generated.line.recorded.iter().flatten();
+        pending: &PendingReply,
+    ) -> Result<(), Box<FinishedGeneration>> {
+        let tokens = tail.len() + generated.sequence.buffer.last_turn().len();
+        let recorded = generated.sequence.recorded.iter().flatten();
         let rows = recorded.filter_map(|call| call.generation.routed_experts.as_ref());
         let bytes: usize = rows.map(|rows| rows.rows() * rows.row_bytes()).sum();
         match self.state.try_lock() {
             Ok(mut state) if tokens <= TOKENS_HERE && bytes <= RECORD_BYTES_HERE => {
-                self.store(&mut state, generated, self.observation(past, tail), served);
+                self.store(&mut state, generated, self.observation(prompt, tail), pending);
                 Ok(())
             }
             Ok(_) | Err(_) => Err(Box::new(generated)),
@@ -352,10 +361,16 @@ impl Conversation {
     }
 
     /// Stores a generation in its branch and answers its request.
-    fn store(&self, state: &mut State, generated: Generated, asked: String, served: &Served) {
-        let Generated {
+    fn store(
+        &self,
+        state: &mut State,
+        generated: FinishedGeneration,
+        asked: String,
+        pending: &PendingReply,
+    ) {
+        let FinishedGeneration {
             branch,
-            mut line,
+            mut sequence,
             id,
             limit,
             elapsed,
@@ -367,24 +382,25 @@ impl Conversation {
         state.generate_s += elapsed.as_secs_f64();
         let Some(target) = state.tree.branches.get_mut(branch) else {
             // The conversation was ended meanwhile.
-            served.answer(Err(AskError::Ended("the episode has ended".to_owned())));
+            pending.answer(Err(ReplyError::Ended("the episode has ended".to_owned())));
             return;
         };
         target.is_busy = false;
         let reply = sampled.and_then(|(finish, prompt_tokens, cached_tokens)| {
-            let ids = line.buffer.last_turn().to_vec();
-            let text = self.calls.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
+            let ids = sequence.buffer.last_turn().to_vec();
+            let text =
+                self.context.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
             // The agent gets what is before the stop string; the branch keeps all that was sampled.
-            let stopped = first_stop(&text, &line.stops);
-            let said = stopped.map_or(text.as_str(), |(before, _)| before);
-            let chat = &self.calls.chat;
-            let thinks = chat.opens_thinking(line.buffer.last_prompt());
-            let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, said);
+            let stopped = first_stop(&text, &sequence.stops);
+            let shown = stopped.map_or(text.as_str(), |(before, _)| before);
+            let chat = &self.context.chat;
+            let thinks = chat.opens_thinking(sequence.buffer.last_prompt());
+            let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, shown);
             let unread = parts.unread.as_ref().map(ToString::to_string);
             let stop_string = stopped.map(|(_, stop)| stop.to_owned());
             let message = parts.message();
             let thinking = parts.reasoning.as_deref().unwrap_or_default();
-            let live = served.live.as_ref();
+            let live = pending.live.as_ref();
             let contradicts = contradicted
                 || live.is_some_and(|live| live.was_contradicted(thinking, &message.content));
             let reply = SampledReply {
@@ -398,47 +414,52 @@ impl Conversation {
                 prompt_tokens,
                 cached_tokens,
                 token_ids: ids,
-                logprobs: line.buffer.last_logprobs(),
-                rows: if target.tools == IN_TOKENS { line.rows_so_far() } else { None },
+                logprobs: sequence.buffer.last_logprobs(),
+                rows: if target.tools == IN_TOKENS { sequence.rows_so_far() } else { None },
                 deliveries: Mutex::default(),
             };
             Ok((text, reply))
         });
-        let calls = line.recorded.take().unwrap_or_default();
+        let calls = sequence.recorded.take().unwrap_or_default();
         let contradicts = reply.as_ref().map(|(_, reply)| reply.contradicts);
         let record = record_of(id.ordinal, elapsed, calls, contradicts);
         if let Some(Err(error)) = record.map(|record| self.record(state, || record)) {
-            served.answer(Err(error));
+            pending.answer(Err(error));
             return;
         }
         let Some(target) = state.tree.branches.get_mut(branch) else { return };
         match reply {
             Ok((text, reply)) => {
-                let end = line.buffer.len();
+                let end = sequence.buffer.len();
                 let (message, reasoning) = (reply.message.clone(), reply.reasoning.clone());
-                let as_said = Arc::new(Reply { message, reasoning, number: reply.number });
+                let as_shown = Arc::new(Reply { message, reasoning, number: reply.number });
                 let tokens = reply.token_ids.len();
-                target.steps.push(Step::Reply { reply: as_said, end, tokens, is_cut: false });
-                target.line = line;
+                target.segments.push(Segment::Reply {
+                    reply: as_shown,
+                    end,
+                    tokens,
+                    is_cut: false,
+                });
+                target.sequence = sequence;
                 state.cut_by = limit.filter(|_| reply.finish == Finish::Length);
                 state.log(text, &reply, asked, elapsed);
                 if let Some(turn) = state.turns.last_mut() {
                     turn.overridden = overridden.to_vec();
                 }
-                served.answer(Ok(Arc::new(reply)));
+                pending.answer(Ok(Arc::new(reply)));
             }
             Err(no_reply) => {
                 // The messages stay with the next request that has them.
-                while matches!(target.steps.last(), Some(Step::Given(_))) {
-                    target.steps.pop();
+                while matches!(target.segments.last(), Some(Segment::Message(_))) {
+                    target.segments.pop();
                 }
                 let end = match no_reply {
                     // As for a prompt that exceeds the episode's own limit, the agent may go on.
                     NoReply::ContextFull(_) => {
                         state.generations -= 1;
-                        let prompt = line.buffer.prompt_len();
+                        let prompt = sequence.buffer.prompt_len();
                         let limit = self.limits.max_sequence_tokens.min(prompt);
-                        served.answer(Err(AskError::TooLong { prompt, limit }));
+                        pending.answer(Err(ReplyError::TooLong { prompt, limit }));
                         return;
                     }
                     NoReply::Stopped => End::Stopped,
@@ -448,41 +469,43 @@ impl Conversation {
                 state.end.get_or_insert(end);
                 let error = self.check_open(state).err();
                 let error =
-                    error.unwrap_or_else(|| AskError::Ended("the episode has ended".into()));
-                served.answer(Err(error));
+                    error.unwrap_or_else(|| ReplyError::Ended("the episode has ended".into()));
+                pending.answer(Err(error));
             }
         }
     }
 
     /// What the agent added since its last reply, as text.
-    fn observation(&self, past: &Past, tail: &[TokenId]) -> String {
-        match past {
-            Past::Messages { said, .. } => {
-                let new = said.iter().rev().take_while(|said| said.message.role != "assistant");
-                let mut new: Vec<&str> = new.map(|said| said.message.content.as_str()).collect();
+    fn observation(&self, prompt: &RequestPrompt, tail: &[TokenId]) -> String {
+        match prompt {
+            RequestPrompt::Messages { messages, .. } => {
+                let new =
+                    messages.iter().rev().take_while(|entry| entry.message.role != "assistant");
+                let mut new: Vec<&str> = new.map(|entry| entry.message.content.as_str()).collect();
                 new.reverse();
                 new.join("\n")
             }
-            Past::Tokens(_) => self.calls.chat.decode(tail).unwrap_or_default(),
+            RequestPrompt::Tokens(_) => self.context.chat.decode(tail).unwrap_or_default(),
         }
     }
 
     async fn generate(
         &self,
-        line: &mut Line,
-        mut id: GenerationId,
+        sequence: &mut Sequence,
+        id: GenerationId,
         room: usize,
         live: Option<&LiveText>,
     ) -> Result<(Finish, usize), NoReply> {
         let (mut sampled, mut cached) = (0, 0);
         for aborts in 0..=MAX_ABORTS_PER_TURN {
-            id.max_new_tokens = room.saturating_sub(sampled);
-            let reply: Sampled = line.sample(&self.calls, id, aborts > 0).await?;
+            let max_new_tokens = room.saturating_sub(sampled);
+            let part = TurnPart { max_new_tokens, resumed: aborts > 0 };
+            let reply: Sampled = sequence.sample(&self.context, id, part).await?;
             sampled += reply.tokens;
             cached += reply.cached_tokens;
             match reply.finish {
                 Finish::Abort if sampled < room => {
-                    let turn = line.buffer.last_turn();
+                    let turn = sequence.buffer.last_turn();
                     let part = turn.len().saturating_sub(reply.tokens);
                     if let (Some(live), Some(part)) = (live, turn.get(part..)) {
                         live.keep(part);
@@ -515,9 +538,9 @@ impl Conversation {
         if let Some(journal) = self.journal.get() {
             journal.close();
         }
-        let was_cut_off = state.receipts.has_cut_off();
+        let was_cut_off = state.replies.has_cut_off();
         // Before generations are aborted: one that is dropped without an answer reports a failure.
-        state.receipts.close();
+        state.replies.close();
         state.generating.abort_all();
         let mut branches = std::mem::replace(&mut state.tree, Tree::new()).branches;
         hand_over(&mut branches);
@@ -547,11 +570,11 @@ impl Conversation {
             finished.failure.get_or_insert_with(|| CUT_OFF.to_owned());
         }
         for branch in branches {
-            let line = branch.line.finish();
-            finished.branches.extend(line.branch);
-            finished.routing_problem = finished.routing_problem.or(line.routing_problem);
-            finished.rows += line.rows;
-            finished.counters += line.counters;
+            let sequence = branch.sequence.finish();
+            finished.branches.extend(sequence.branch);
+            finished.routing_problem = finished.routing_problem.or(sequence.routing_problem);
+            finished.rows += sequence.rows;
+            finished.counters += sequence.counters;
         }
         finished
     }
@@ -559,10 +582,10 @@ impl Conversation {
 
 impl State {
     /// Where a request belongs.
-    fn locate(&self, past: &Past, tools: &ToolSet) -> Place {
-        match past {
-            Past::Messages { said, .. } => self.tree.locate(&tools.digest, said),
-            Past::Tokens(ids) => {
+    fn locate(&self, prompt: &RequestPrompt, tools: &ToolSet) -> BranchPoint {
+        match prompt {
+            RequestPrompt::Messages { messages, .. } => self.tree.locate(&tools.digest, messages),
+            RequestPrompt::Tokens(ids) => {
                 let was_answered = self.prompts.contains_key(&digest_of_ids(ids));
                 self.tree.locate_tokens(ids, was_answered)
             }

@@ -1,11 +1,11 @@
 //! Records generations, and repeats what was recorded of a conversation in an earlier process. Requests and replies take the same
 //! way as at first; only the engine is not asked again.
 
-use super::ask::{Ask, AskError, Past, digest_of};
-use super::served::Served;
-use super::tree::Step;
-use super::{Conversation, Generated, Planned};
-use crate::line::{AcceptedCall, NoReply};
+use super::pending::PendingReply;
+use super::request::{ReplyError, ReplyRequest, RequestPrompt, digest_of};
+use super::tree::Segment;
+use super::{Conversation, FinishedGeneration, PlannedGeneration};
+use crate::sequence::{AcceptedCall, NoReply};
 use crate::turn_journal::{ConversationRecord, LimitRecord, RepliedRecord};
 use orchestrate_engine::Finish;
 use orchestrate_gateway::ErrorCode;
@@ -46,9 +46,9 @@ pub(super) fn record_of(
 
 /// A request that has no reply yet.
 struct Open {
-    planned: Planned,
-    past: Past,
-    served: Arc<Served>,
+    planned: PlannedGeneration,
+    prompt: RequestPrompt,
+    pending: Arc<PendingReply>,
 }
 
 impl Conversation {
@@ -60,8 +60,8 @@ impl Conversation {
         let mut open = BTreeMap::new();
         for record in records {
             match record {
-                ConversationRecord::Asked { number, ask } => {
-                    open.insert(number, self.ask_again(number, &ask)?);
+                ConversationRecord::Asked { number, request } => {
+                    open.insert(number, self.ask_again(number, &request)?);
                 }
                 ConversationRecord::Replied(replied) => {
                     let asked = open.remove(&replied.number);
@@ -69,14 +69,14 @@ impl Conversation {
                     self.reply_again(asked, replied).await?;
                 }
                 ConversationRecord::Limited { number, limit } => {
-                    let Open { planned, past, served } =
+                    let Open { planned, prompt, pending } =
                         open.remove(&number).ok_or(ReplayError::NotAsked(number))?;
                     let reason = match limit {
                         LimitRecord::Context => NoReply::ContextFull(String::new()),
                         LimitRecord::Time => NoReply::TimeUp,
                     };
-                    let generated = Generated::replayed(planned, &past, Err(reason));
-                    self.store(&mut self.state(), generated, String::new(), &served);
+                    let generated = FinishedGeneration::replayed(planned, &prompt, Err(reason));
+                    self.store(&mut self.state(), generated, String::new(), &pending);
                 }
                 ConversationRecord::Noted(unanswered) => {
                     let code = unanswered.as_ref().map(|unanswered| unanswered.code);
@@ -96,44 +96,44 @@ impl Conversation {
         Ok(())
     }
 
-    fn ask_again(&self, number: u32, ask: &Ask) -> Result<Open, ReplayError> {
-        let tools = self.tools_of(&ask.past);
+    fn ask_again(&self, number: u32, request: &ReplyRequest) -> Result<Open, ReplayError> {
+        let tools = self.tools_of(&request.prompt);
         let mut state = self.state();
-        let place = state.locate(&ask.past, &tools);
-        if let Some(continued) = place.reply(&state.tree) {
-            state.receipts.is_continued(continued);
+        let point = state.locate(&request.prompt, &tools);
+        if let Some(continued) = point.reply(&state.tree) {
+            state.replies.is_continued(continued);
         }
         let planned = self
-            .plan(&mut state, ask, (place, &tools))
+            .plan(&mut state, request, (point, &tools))
             .map_err(|error| ReplayError::Failed { number, error: error.to_string() })?;
         if planned.id.ordinal != number {
             return Err(ReplayError::Number { number: planned.id.ordinal, recorded: number });
         }
-        let served = state.receipts.open(digest_of(ask, &tools.digest), None);
-        Ok(Open { planned, past: ask.past.clone(), served })
+        let pending = state.replies.open(digest_of(request, &tools.digest), None);
+        Ok(Open { planned, prompt: request.prompt.clone(), pending })
     }
 
     async fn reply_again(&self, asked: Open, replied: RepliedRecord) -> Result<(), ReplayError> {
-        let Open { mut planned, past, served } = asked;
+        let Open { mut planned, prompt, pending } = asked;
         let RepliedRecord { number, elapsed, contradicts, calls } = replied;
         let failed = |error: String| ReplayError::Failed { number, error };
-        planned.line.replayed = Some(calls.into());
-        let prompt_tokens = planned.line.buffer.prompt_len();
+        planned.sequence.replayed = Some(calls.into());
+        let prompt_tokens = planned.sequence.buffer.prompt_len();
         let (id, room) = (planned.id, planned.room);
-        let sampled = self.generate(&mut planned.line, id, room, None).await;
-        let left = planned.line.replayed.take().map_or(0, |calls| calls.len());
+        let sampled = self.generate(&mut planned.sequence, id, room, None).await;
+        let left = planned.sequence.replayed.take().map_or(0, |calls| calls.len());
         let (finish, cached) = sampled.map_err(|error| failed(format!("{error:?}")))?;
         if left > 0 {
             return Err(failed(format!("its record has {left} engine calls too many")));
         }
-        let asked = self.observation(&past, &planned.tail);
-        let generated = Generated {
+        let asked = self.observation(&prompt, &planned.tail);
+        let generated = FinishedGeneration {
             elapsed,
             contradicted: contradicts,
-            ..Generated::replayed(planned, &past, Ok((finish, prompt_tokens, cached)))
+            ..FinishedGeneration::replayed(planned, &prompt, Ok((finish, prompt_tokens, cached)))
         };
-        self.store(&mut self.state(), generated, asked, &served);
-        let answer = served.answered();
+        self.store(&mut self.state(), generated, asked, &pending);
+        let answer = pending.answered();
         match answer {
             Some(Ok(_)) => Ok(()),
             Some(Err(error)) => Err(failed(error.to_string())),
@@ -146,30 +146,30 @@ impl Conversation {
         let mut state = self.state();
         if let Some(branch) = state.tree.branches.get_mut(asked.planned.branch) {
             branch.is_busy = false;
-            while matches!(branch.steps.last(), Some(Step::Given(_))) {
-                branch.steps.pop();
+            while matches!(branch.segments.last(), Some(Segment::Message(_))) {
+                branch.segments.pop();
             }
         }
         let gone = "the run was killed before it answered this request";
-        asked.served.answer(Err(AskError::Ended(gone.to_owned())));
+        asked.pending.answer(Err(ReplyError::Ended(gone.to_owned())));
     }
 }
 
-impl Generated {
+impl FinishedGeneration {
     fn replayed(
-        planned: Planned,
-        past: &Past,
+        planned: PlannedGeneration,
+        prompt: &RequestPrompt,
         sampled: Result<(Finish, usize, usize), NoReply>,
     ) -> Self {
-        let Planned { branch, line, id, limit, overridden, .. } = planned;
+        let PlannedGeneration { branch, sequence, id, limit, overridden, .. } = planned;
         Self {
             branch,
-            line,
+            sequence,
             id,
             limit,
             elapsed: Duration::ZERO,
             sampled,
-            tools: past.tools(),
+            tools: prompt.tools(),
             overridden,
             contradicted: false,
         }

@@ -1,6 +1,6 @@
 //! Conversations whose process is killed at every record, and in the middle of it.
 
-use super::tests::{ask, calls_of, chat, deliver, repeated, said};
+use super::tests::{chat, context_of, deliver, repeated, request, sent};
 use super::*;
 use crate::api::{Action, RowCounts};
 use crate::rows::RowSharing;
@@ -45,7 +45,7 @@ fn reply(request: &FakeRequest) -> FakeReply {
 /// One process of the run: its engine and its cache of routing rows, which die with it.
 struct Process {
     engine: Arc<FakeEngine>,
-    calls: Calls,
+    context: EpisodeContext,
     limits: EpisodeLimits,
     folder: tempfile::TempDir,
 }
@@ -54,10 +54,10 @@ impl Process {
     fn new() -> Self {
         let shape = ModelShape { context: 1 << 16, ..toy_shape(chat().vocab_size()) };
         let engine = Arc::new(FakeEngine::new(shape, |request, _| reply(request)));
-        let (mut calls, limits) = calls_of(chat(), &engine, 20);
+        let (mut context, limits) = context_of(chat(), &engine, 20);
         let cache = PrefixCache::open(CacheOptions { bytes: 1 << 20, spill: None }).unwrap();
-        calls.sharing = RowSharing { cache: Some(Arc::new(cache)), ..RowSharing::default() };
-        Self { engine, calls, limits, folder: tempfile::tempdir().unwrap() }
+        context.sharing = RowSharing { cache: Some(Arc::new(cache)), ..RowSharing::default() };
+        Self { engine, context, limits, folder: tempfile::tempdir().unwrap() }
     }
 
     fn path(&self) -> Utf8PathBuf {
@@ -71,7 +71,7 @@ impl Process {
     }
 
     fn begin(&self) -> Arc<Conversation> {
-        let conversation = Conversation::new(self.calls.clone(), self.limits);
+        let conversation = Conversation::new(self.context.clone(), self.limits);
         let taken = TakenRecord::new(attempt(), lease(), PolicyVersion(0), [0; 32]);
         conversation.record_in(self.journals().create(taken).unwrap());
         Arc::new(conversation)
@@ -89,8 +89,8 @@ impl Process {
         assert_eq!(found, lease());
         let resumed = journals.resume(attempt(), self.engine.shape()).unwrap();
         let ResumedJournal { journal, records, restarts, .. } = resumed;
-        let calls = Calls { restarts, ..self.calls.clone() };
-        let conversation = Arc::new(Conversation::new(calls, self.limits));
+        let context = EpisodeContext { restarts, ..self.context.clone() };
+        let conversation = Arc::new(Conversation::new(context, self.limits));
         conversation.replay(records).await.unwrap();
         assert_eq!(self.engine.requests().len(), 0, "the engine was asked again");
         conversation.record_in(journal);
@@ -124,12 +124,12 @@ impl Agent {
         self.asked >= self.sent
     }
 
-    async fn ask(&mut self, ask: &Arc<Ask>) -> Option<Arc<SampledReply>> {
+    async fn request(&mut self, request: &Arc<ReplyRequest>) -> Option<Arc<SampledReply>> {
         if self.asked >= self.until {
             return None;
         }
         if self.asked == self.had.len() {
-            let reply = self.conversation.sample(ask).await.unwrap();
+            let reply = self.conversation.sample(request).await.unwrap();
             deliver(&reply);
             self.had.push(reply);
         }
@@ -147,45 +147,52 @@ impl Agent {
     /// All that an agent may do, to its end or until it stops.
     async fn talk(&mut self) -> Option<()> {
         // Long enough for whole blocks of routing rows.
-        let mut history = vec![said("user", &"mend the total of total.py. ".repeat(12))];
-        let first = self.ask(&ask(&history)).await?;
-        history.extend([repeated(&first), said("tool", "def total(items):")]);
+        let mut history = vec![sent("user", &"mend the total of total.py. ".repeat(12))];
+        let first = self.request(&request(&history)).await?;
+        history.extend([repeated(&first), sent("tool", "def total(items):")]);
         // Refused, then better.
         self.note(ErrorCode::InvalidRequest);
         let tools = Arc::new(vec![json!({"type": "function", "function": {"name": "bash"}})]);
-        let with = |history: &[Arc<Said>], sample, tools: &Arc<Vec<_>>| {
-            let past =
-                Past::Messages { said: history.to_vec(), tools: Arc::clone(tools), thinking: None };
-            Arc::new(Ask { past, sample, ..Ask::clone(&ask(history)) })
+        let with = |history: &[Arc<HistoryMessage>], sample, tools: &Arc<Vec<_>>| {
+            let prompt = RequestPrompt::Messages {
+                messages: history.to_vec(),
+                tools: Arc::clone(tools),
+                thinking: None,
+            };
+            Arc::new(ReplyRequest { prompt, sample, ..ReplyRequest::clone(&request(history)) })
         };
-        self.ask(&with(&history, 0, &Arc::default())).await?;
+        self.request(&with(&history, 0, &Arc::default())).await?;
         // Another sample of the same request, which it continues.
-        let second = self.ask(&with(&history, 1, &Arc::default())).await?;
-        history.extend([repeated(&second), said("tool", "    return sum(items)")]);
+        let second = self.request(&with(&history, 1, &Arc::default())).await?;
+        history.extend([repeated(&second), sent("tool", "    return sum(items)")]);
         // Weights were updated before this request was sent.
         self.engine.set_version(PolicyVersion(1));
-        let third = self.ask(&ask(&history)).await?;
+        let third = self.request(&request(&history)).await?;
         // Another system prompt, with tools.
-        let aside = [said("system", "be brief"), said("user", "name it")];
-        self.ask(&with(&aside, 0, &tools)).await?;
-        history.extend([repeated(&third), said("tool", "ok")]);
+        let aside = [sent("system", "be brief"), sent("user", "name it")];
+        self.request(&with(&aside, 0, &tools)).await?;
+        history.extend([repeated(&third), sent("tool", "ok")]);
         if self.is_live() {
-            let long = [history.clone(), vec![said("user", &"word ".repeat(3000))]].concat();
-            let error = self.conversation.sample(&ask(&long)).await.unwrap_err();
-            assert!(matches!(error, AskError::TooLong { .. }), "{error}");
+            let long = [history.clone(), vec![sent("user", &"word ".repeat(3000))]].concat();
+            let error = self.conversation.sample(&request(&long)).await.unwrap_err();
+            assert!(matches!(error, ReplyError::TooLong { .. }), "{error}");
             self.note(ErrorCode::ContextFull);
         }
-        self.ask(&ask(&history)).await?;
+        self.request(&request(&history)).await?;
         // In tokens, with a stop string in between.
         let tokens = |ids: Vec<TokenId>| {
-            Arc::new(Ask { past: Past::Tokens(ids.into()), ..Ask::clone(&ask(&[])) })
+            Arc::new(ReplyRequest {
+                prompt: RequestPrompt::Tokens(ids.into()),
+                ..ReplyRequest::clone(&request(&[]))
+            })
         };
         let prompt = chat().encode("name it again").unwrap();
-        let fourth = self.ask(&tokens(prompt.clone())).await?;
+        let fourth = self.request(&tokens(prompt.clone())).await?;
         let prompt = [prompt, fourth.token_ids.clone(), chat().encode("go on").unwrap()].concat();
-        self.ask(&tokens(prompt)).await?;
+        self.request(&tokens(prompt)).await?;
         let stops: Arc<[String]> = ["ay".to_owned()].into();
-        self.ask(&Arc::new(Ask { stops, ..Ask::clone(&ask(&aside)) })).await?;
+        self.request(&Arc::new(ReplyRequest { stops, ..ReplyRequest::clone(&request(&aside)) }))
+            .await?;
         self.note(ErrorCode::ContextFull);
         Some(())
     }
@@ -251,7 +258,7 @@ fn sealed(conversation: &Conversation) -> Sealed {
 async fn without_a_kill(is_shared: bool) -> (Sealed, Vec<Arc<SampledReply>>, Vec<u8>) {
     let process = Process::new();
     if is_shared {
-        let other = Arc::new(Conversation::new(process.calls.clone(), process.limits));
+        let other = Arc::new(Conversation::new(process.context.clone(), process.limits));
         let mut agent = Agent::of(&process, other, &[]);
         agent.until = 1;
         agent.talk().await;
@@ -349,8 +356,9 @@ async fn a_damaged_journal_is_removed_and_its_attempt_not_continued() {
 async fn requests_that_were_sampled_at_the_same_time_keep_their_replies() {
     let process = Process::new();
     let conversation = process.begin();
-    let history = [said("user", "mend it")];
-    let sample = |sample| Arc::new(Ask { sample, ..Ask::clone(&ask(&history)) });
+    let history = [sent("user", "mend it")];
+    let sample =
+        |sample| Arc::new(ReplyRequest { sample, ..ReplyRequest::clone(&request(&history)) });
     let [a, b, c] = [sample(0), sample(1), sample(2)];
     let (a, b, c) =
         tokio::join!(conversation.sample(&a), conversation.sample(&b), conversation.sample(&c));
@@ -385,11 +393,11 @@ async fn requests_that_were_sampled_at_the_same_time_keep_their_replies() {
 async fn a_journal_that_cannot_be_written_breaks_the_attempt_before_a_reply_is_sent() {
     let process = Process::new();
     let conversation = process.begin();
-    let history = vec![said("user", "mend it")];
-    conversation.sample(&ask(&history)).await.unwrap();
+    let history = vec![sent("user", "mend it")];
+    conversation.sample(&request(&history)).await.unwrap();
     conversation.journal.get().unwrap().fail();
-    let error = conversation.sample(&ask(&[said("user", "again")])).await.unwrap_err();
-    assert!(matches!(&error, AskError::Failed(error) if error.contains(".turns")), "{error}");
+    let error = conversation.sample(&request(&[sent("user", "again")])).await.unwrap_err();
+    assert!(matches!(&error, ReplyError::Failed(error) if error.contains(".turns")), "{error}");
     assert!(conversation.ended().await, "the attempt does not end");
     assert!(conversation.finish().failure.is_some());
 }

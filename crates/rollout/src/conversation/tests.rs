@@ -59,7 +59,7 @@ fn chat_of_template(template: &str) -> Arc<ChatModel> {
         }));
     }
     std::fs::write(&file, tokenizer.to_string()).unwrap();
-    let scaffold = crate::scaffold::Scaffold::Outside;
+    let scaffold = crate::scaffold::Scaffold::External;
     let options = ChatOptions { scaffold, history: History::Template, ..ChatOptions::default() };
     Arc::new(ChatModel::load_for(path, options).unwrap())
 }
@@ -97,20 +97,20 @@ fn conversation_of(
     engine: &Arc<FakeEngine>,
     max_turns: u32,
 ) -> Arc<Conversation> {
-    let (calls, limits) = calls_of(chat, engine, max_turns);
-    Arc::new(Conversation::new(calls, limits))
+    let (context, limits) = context_of(chat, engine, max_turns);
+    Arc::new(Conversation::new(context, limits))
 }
 
 /// What the conversations of an attempt are made of.
-pub(super) fn calls_of(
+pub(super) fn context_of(
     chat: Arc<ChatModel>,
     engine: &Arc<FakeEngine>,
     max_turns: u32,
-) -> (Calls, EpisodeLimits) {
-    let plan = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
-    let plan = plan.check().unwrap();
-    let limits = plan.limits(1 << 16);
-    let mut calls = Calls {
+) -> (EpisodeContext, EpisodeLimits) {
+    let section = RolloutSection { max_turns: Some(max_turns), ..RolloutSection::default() };
+    let settings = section.check().unwrap();
+    let limits = settings.limits(1 << 16);
+    let mut context = EpisodeContext {
         request: EpisodeRequest {
             run: "01900000-0000-7000-8000-000000000000".parse().unwrap(),
             epoch: 1,
@@ -123,19 +123,19 @@ pub(super) fn calls_of(
         },
         engine: Arc::clone(engine) as _,
         chat,
-        plan: Arc::new(plan),
+        settings: Arc::new(settings),
         sharing: RowSharing::default(),
         leaders: PrefillLeaders::default(),
         stop: CancellationToken::new(),
         deadline: None,
         restarts: 0,
     };
-    calls.start_clock(Duration::from_mins(10));
-    (calls, limits)
+    context.start_clock(Duration::from_mins(10));
+    (context, limits)
 }
 
-pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
-    Arc::new(Said {
+pub(super) fn sent(role: &str, text: &str) -> Arc<HistoryMessage> {
+    Arc::new(HistoryMessage {
         message: message(role, text),
         reasoning: None,
         reply: None,
@@ -143,9 +143,13 @@ pub(super) fn said(role: &str, text: &str) -> Arc<Said> {
     })
 }
 
-pub(super) fn ask(said: &[Arc<Said>]) -> Arc<Ask> {
-    Arc::new(Ask {
-        past: Past::Messages { said: said.to_vec(), tools: Arc::default(), thinking: None },
+pub(super) fn request(sent: &[Arc<HistoryMessage>]) -> Arc<ReplyRequest> {
+    Arc::new(ReplyRequest {
+        prompt: RequestPrompt::Messages {
+            messages: sent.to_vec(),
+            tools: Arc::default(),
+            thinking: None,
+        },
         max_tokens: None,
         stops: Arc::default(),
         sampling: AskedSampling::default(),
@@ -163,9 +167,9 @@ pub(super) fn deliver(reply: &SampledReply) {
 }
 
 /// A reply as an agent sends it back that keeps the ids of calls, and the thinking if it is to.
-fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
+fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<HistoryMessage> {
     let calls = 0..reply.message.tool_calls.len();
-    Arc::new(Said {
+    Arc::new(HistoryMessage {
         message: reply.message.clone(),
         reasoning: reply.reasoning.clone().filter(|_| with_thinking),
         reply: None,
@@ -173,8 +177,8 @@ fn sent_back(reply: &SampledReply, with_thinking: bool) -> Arc<Said> {
     })
 }
 
-pub(super) fn repeated(reply: &SampledReply) -> Arc<Said> {
-    Arc::new(Said {
+pub(super) fn repeated(reply: &SampledReply) -> Arc<HistoryMessage> {
+    Arc::new(HistoryMessage {
         message: reply.message.clone(),
         reasoning: None,
         reply: None,
@@ -249,11 +253,11 @@ fn check(engine: &FakeEngine, finished: &FinishedConversation, replies: &[Arc<Sa
 async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loop() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
-    let mut history = vec![said("user", "mend it")];
+    let mut history = vec![sent("user", "mend it")];
     let mut replies = Vec::new();
     let mut expected = chat().prompt(&[message("user", "mend it")]).unwrap().to_vec();
     for turn in 0..4 {
-        let reply = conversation.sample(&ask(&history)).await.unwrap();
+        let reply = conversation.sample(&request(&history)).await.unwrap();
         deliver(&reply);
         expected.extend(&reply.token_ids);
         let observation = message("tool", &format!("result {turn}"));
@@ -264,7 +268,7 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
         }
         history.extend([
             repeated(&reply),
-            Arc::new(Said {
+            Arc::new(HistoryMessage {
                 message: observation,
                 reasoning: None,
                 reply: None,
@@ -293,11 +297,13 @@ fn engine_of_thoughts() -> Arc<FakeEngine> {
 }
 
 /// Three replies to one request.
-async fn three(conversation: &Arc<Conversation>) -> (Vec<Arc<Said>>, Vec<Arc<SampledReply>>) {
-    let history = vec![said("user", "mend it")];
+async fn three(
+    conversation: &Arc<Conversation>,
+) -> (Vec<Arc<HistoryMessage>>, Vec<Arc<SampledReply>>) {
+    let history = vec![sent("user", "mend it")];
     let mut replies = Vec::new();
     for sample in 0..3 {
-        let reply = Ask { sample, ..Ask::clone(&ask(&history)) };
+        let reply = ReplyRequest { sample, ..ReplyRequest::clone(&request(&history)) };
         let reply = conversation.sample(&Arc::new(reply)).await.unwrap();
         deliver(&reply);
         replies.push(reply);
@@ -312,8 +318,8 @@ async fn the_reply_that_came_back_is_continued_not_one_with_the_same_calls() {
         let engine = engine_of_thoughts();
         let conversation = conversation(&engine, 10);
         let (mut history, replies) = three(&conversation).await;
-        history.extend([sent_back(&replies[2], with_thinking), said("tool", "total.py")]);
-        conversation.sample(&ask(&history)).await.unwrap();
+        history.extend([sent_back(&replies[2], with_thinking), sent("tool", "total.py")]);
+        conversation.sample(&request(&history)).await.unwrap();
         let requests = by_number(&engine);
         let expected = [&requests[&2].token_ids[..], &replies[2].token_ids].concat();
         assert!(requests[&3].token_ids.starts_with(&expected), "thinking: {with_thinking}");
@@ -328,8 +334,8 @@ async fn a_reply_that_nothing_tells_from_others_is_the_first_and_counted() {
     let engine = engine_of_thoughts();
     let conversation = conversation(&engine, 10);
     let (mut history, replies) = three(&conversation).await;
-    history.extend([repeated(&replies[2]), said("tool", "total.py")]);
-    conversation.sample(&ask(&history)).await.unwrap();
+    history.extend([repeated(&replies[2]), sent("tool", "total.py")]);
+    conversation.sample(&request(&history)).await.unwrap();
     let requests = by_number(&engine);
     let expected = [&requests[&0].token_ids[..], &replies[0].token_ids].concat();
     assert!(requests[&3].token_ids.starts_with(&expected));
@@ -340,13 +346,13 @@ async fn a_reply_that_nothing_tells_from_others_is_the_first_and_counted() {
 async fn edited_thinking_is_sampled_over_and_begins_a_branch() {
     let engine = engine_of_thoughts();
     let conversation = conversation(&engine, 10);
-    let mut history = vec![said("user", "mend it")];
-    let reply = conversation.sample(&ask(&history)).await.unwrap();
+    let mut history = vec![sent("user", "mend it")];
+    let reply = conversation.sample(&request(&history)).await.unwrap();
     deliver(&reply);
-    let mut edited = Said::clone(&sent_back(&reply, true));
+    let mut edited = HistoryMessage::clone(&sent_back(&reply, true));
     edited.reasoning = Some("I am unsure.".to_owned());
-    history.extend([Arc::new(edited), said("tool", "total.py")]);
-    conversation.sample(&ask(&history)).await.unwrap();
+    history.extend([Arc::new(edited), sent("tool", "total.py")]);
+    conversation.sample(&request(&history)).await.unwrap();
     let prompt = chat().decode(&by_number(&engine)[&1].token_ids).unwrap();
     assert!(prompt.contains("<think>\nI am unsure.\n</think>\n\nLook."), "{prompt}");
     assert_eq!(conversation.finish().forks, [(ForkCause::History, 1)].into());
@@ -380,21 +386,22 @@ async fn a_branch_begins_where_the_template_drops_thinking_and_only_there() {
         }));
         let conversation = conversation_of(Arc::clone(&chat), &engine, 20);
         let mut replies: Vec<Arc<SampledReply>> = Vec::new();
-        let mut history = vec![said("user", "mend it")];
-        let forks = async |history: &[Arc<Said>], replies: &mut Vec<Arc<SampledReply>>| {
+        let mut history = vec![sent("user", "mend it")];
+        let forks = async |history: &[Arc<HistoryMessage>],
+                           replies: &mut Vec<Arc<SampledReply>>| {
             let before = conversation.state().forks.clone();
-            let reply = conversation.sample(&ask(history)).await.unwrap();
+            let reply = conversation.sample(&request(history)).await.unwrap();
             deliver(&reply);
             // The prompt is what the template shows of the whole history.
             let messages: Vec<Message> = history
                 .iter()
-                .map(|said| {
-                    let sampled = replies.iter().find(|reply| reply.message == said.message);
+                .map(|sent| {
+                    let sampled = replies.iter().find(|reply| reply.message == sent.message);
                     let Some(thinking) = sampled.and_then(|reply| reply.reasoning.as_deref())
                     else {
-                        return said.message.clone();
+                        return sent.message.clone();
                     };
-                    let text = format!("<think>\n{thinking}\n</think>\n\n{}", said.message.content);
+                    let text = format!("<think>\n{thinking}\n</think>\n\n{}", sent.message.content);
                     message("assistant", &text)
                 })
                 .collect();
@@ -416,13 +423,13 @@ async fn a_branch_begins_where_the_template_drops_thinking_and_only_there() {
         {
             let last = sent_back(replies.last().unwrap(), turn % 2 == 0);
             let middle = history.len();
-            history.extend([last, said(role, &format!("{role} {turn}"))]);
+            history.extend([last, sent(role, &format!("{role} {turn}"))]);
             let expected = if role == "tool" { before_tools } else { &[ForkCause::Thinking] };
             assert_eq!(forks(&history, &mut replies).await, expected, "{turn} {role}");
             // The same request again, and another message in its place.
             assert_eq!(forks(&history, &mut replies).await, [ForkCause::Repeated], "{turn} {role}");
             let mut other = history[..=middle].to_vec();
-            other.push(said(role, &format!("not {role} {turn}")));
+            other.push(sent(role, &format!("not {role} {turn}")));
             assert_eq!(forks(&other, &mut replies).await, [ForkCause::History], "{turn} {role}");
             // The history goes on after the first of the three.
             replies.truncate(replies.len() - 2);
@@ -436,19 +443,20 @@ async fn a_request_switches_thinking_on_a_branch_of_its_own() {
     let chat = chat_with(&format!("{MICRO_CHAT_TEMPLATE}{off}"));
     let engine = engine();
     let conversation = conversation_of(Arc::clone(&chat), &engine, 10);
-    let history = [said("user", "mend it")];
-    let ask = |thinking: Option<bool>| {
+    let history = [sent("user", "mend it")];
+    let request = |thinking: Option<bool>| {
         let thinking = chat.thinking_for(thinking);
-        let past = Past::Messages { said: history.to_vec(), tools: Arc::default(), thinking };
-        Arc::new(Ask { past, ..Ask::clone(&ask(&history)) })
+        let prompt =
+            RequestPrompt::Messages { messages: history.to_vec(), tools: Arc::default(), thinking };
+        Arc::new(ReplyRequest { prompt, ..ReplyRequest::clone(&request(&history)) })
     };
     let header = chat.encode("<think>\n\n</think>\n\n").unwrap().len();
-    let plain = conversation.count(&ask(None)).await.unwrap();
-    assert_eq!(conversation.count(&ask(Some(true))).await.unwrap(), plain);
-    assert_eq!(conversation.count(&ask(Some(false))).await.unwrap(), plain + header);
+    let plain = conversation.count(&request(None)).await.unwrap();
+    assert_eq!(conversation.count(&request(Some(true))).await.unwrap(), plain);
+    assert_eq!(conversation.count(&request(Some(false))).await.unwrap(), plain + header);
     let mut sampled = Vec::new();
     for thinking in [Some(true), Some(false), Some(true)] {
-        let reply = conversation.sample(&ask(thinking)).await.unwrap();
+        let reply = conversation.sample(&request(thinking)).await.unwrap();
         deliver(&reply);
         sampled.push(reply.prompt_tokens);
     }
@@ -465,14 +473,14 @@ async fn control_tokens_in_a_history_are_text() {
     let count = async |text: &str| {
         let call = Action { name: "bash".to_owned(), arguments: json!({"command": text}) };
         let turn = Message { tool_calls: vec![call], ..message("assistant", text) };
-        let turn = Arc::new(Said {
+        let turn = Arc::new(HistoryMessage {
             message: turn,
             reasoning: Some(text.to_owned()),
             reply: None,
             call_ids: Vec::new(),
         });
-        let history = [said("user", text), turn, said("tool", text)];
-        conversation.count(&ask(&history)).await.unwrap()
+        let history = [sent("user", text), turn, sent("tool", text)];
+        conversation.count(&request(&history)).await.unwrap()
     };
     assert_eq!(count("a<|im_end|><tool_call>").await, count("a< |im_end|>< tool_call>").await);
 }
@@ -481,7 +489,7 @@ async fn control_tokens_in_a_history_are_text() {
 async fn a_reply_that_no_client_got_is_given_again() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
-    let request = ask(&[said("user", "mend it")]);
+    let request = request(&[sent("user", "mend it")]);
     let lost = conversation.sample(&request).await.unwrap();
     let again = conversation.sample(&request).await.unwrap();
     assert!(Arc::ptr_eq(&lost, &again), "the first was not delivered");
@@ -490,7 +498,7 @@ async fn a_reply_that_no_client_got_is_given_again() {
     assert_ne!(other.token_ids, again.token_ids, "another sample");
     deliver(&other);
     let retried = conversation
-        .sample(&Arc::new(Ask { repeats: true, ..Ask::clone(&request) }))
+        .sample(&Arc::new(ReplyRequest { repeats: true, ..ReplyRequest::clone(&request) }))
         .await
         .unwrap();
     assert!(Arc::ptr_eq(&other, &retried), "the client says that it did not get it");
@@ -503,7 +511,7 @@ async fn a_reply_that_no_client_got_is_given_again() {
 async fn a_dropped_client_leaves_its_reply_to_the_next_one() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
-    let request = ask(&[said("user", "mend it")]);
+    let request = request(&[sent("user", "mend it")]);
     {
         let first = conversation.sample(&request);
         tokio::pin!(first);
@@ -528,31 +536,32 @@ async fn poll_once<F: Future + Unpin>(mut future: F) {
 async fn limits_end_the_conversation_with_their_names() {
     let engine = engine();
     let conversation = conversation(&engine, 1);
-    let empty = conversation.sample(&ask(&[])).await.unwrap_err();
-    assert!(matches!(empty, AskError::Refused(_)), "{empty}");
-    let long = said("user", &"word ".repeat(70_000));
-    let too_long = conversation.sample(&ask(&[long])).await.unwrap_err();
-    assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
-    conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
-    let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
+    let empty = conversation.sample(&request(&[])).await.unwrap_err();
+    assert!(matches!(empty, ReplyError::Refused(_)), "{empty}");
+    let long = sent("user", &"word ".repeat(70_000));
+    let too_long = conversation.sample(&request(&[long])).await.unwrap_err();
+    assert!(matches!(too_long, ReplyError::TooLong { .. }), "{too_long}");
+    conversation.sample(&request(&[sent("user", "a")])).await.unwrap();
+    let ended = conversation.sample(&request(&[sent("user", "b")])).await.unwrap_err();
     assert!(ended.to_string().contains("rollout.max_turns"), "{ended}");
     assert_eq!(conversation.finish().limit, Some(Limit::Turns));
-    let ended = conversation.sample(&ask(&[said("user", "b")])).await.unwrap_err();
-    assert!(matches!(ended, AskError::Ended(_)), "{ended}");
+    let ended = conversation.sample(&request(&[sent("user", "b")])).await.unwrap_err();
+    assert!(matches!(ended, ReplyError::Ended(_)), "{ended}");
 }
 
 #[tokio::test]
 async fn a_request_that_the_engine_has_no_context_for_is_not_a_turn() {
     let engine = engine_of_context(1000);
     let conversation = conversation(&engine, 2);
-    let long = said("user", &"word ".repeat(2000));
-    conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
+    let long = sent("user", &"word ".repeat(2000));
+    conversation.sample(&request(&[sent("user", "a")])).await.unwrap();
     for _ in 0..3 {
-        let too_long = conversation.sample(&ask(std::slice::from_ref(&long))).await.unwrap_err();
-        assert!(matches!(too_long, AskError::TooLong { .. }), "{too_long}");
+        let too_long =
+            conversation.sample(&request(std::slice::from_ref(&long))).await.unwrap_err();
+        assert!(matches!(too_long, ReplyError::TooLong { .. }), "{too_long}");
     }
-    conversation.sample(&ask(&[said("user", "b")])).await.unwrap();
-    let ended = conversation.sample(&ask(&[said("user", "c")])).await.unwrap_err();
+    conversation.sample(&request(&[sent("user", "b")])).await.unwrap();
+    let ended = conversation.sample(&request(&[sent("user", "c")])).await.unwrap_err();
     assert!(ended.to_string().contains("rollout.max_turns"), "{ended}");
     // Request ids of the engine must not repeat.
     let ids: Vec<_> = engine.requests().into_iter().map(|request| request.request_id).collect();
@@ -566,11 +575,11 @@ async fn an_attempt_that_is_given_up_ends_its_conversation() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
     let end = EndOnDrop(Arc::clone(&conversation));
-    let reply = conversation.sample(&ask(&[said("user", "a")])).await.unwrap();
+    let reply = conversation.sample(&request(&[sent("user", "a")])).await.unwrap();
     drop(end);
-    let again = [said("user", "a"), repeated(&reply), said("user", "b")];
-    let error = conversation.sample(&ask(&again)).await.unwrap_err();
-    assert!(matches!(error, AskError::Ended(_)), "{error}");
+    let again = [sent("user", "a"), repeated(&reply), sent("user", "b")];
+    let error = conversation.sample(&request(&again)).await.unwrap_err();
+    assert!(matches!(error, ReplyError::Ended(_)), "{error}");
     assert!(conversation.finish().branches.is_empty());
 }
 
@@ -580,24 +589,24 @@ const IN_TOKENS: usize = usize::MAX;
 /// Everything that was said up to a reply, and the tokens of it: the naive reference.
 struct Known {
     tools: usize,
-    said: Vec<Arc<Said>>,
+    sent: Vec<Arc<HistoryMessage>>,
     tokens: Vec<u32>,
 }
 
 /// The prompt of a request, found by comparing it with every reply.
-fn naive_prompt(known: &[Known], tools: usize, said: &[Arc<Said>]) -> Vec<u32> {
+fn naive_prompt(known: &[Known], tools: usize, sent: &[Arc<HistoryMessage>]) -> Vec<u32> {
     let is_prefix = |known: &&Known| {
         known.tools == tools
-            && known.said.len() <= said.len()
-            && known.said.iter().zip(said).all(|(a, b)| a.message == b.message)
+            && known.sent.len() <= sent.len()
+            && known.sent.iter().zip(sent).all(|(a, b)| a.message == b.message)
     };
-    let longest = known.iter().filter(is_prefix).max_by_key(|known| known.said.len());
+    let longest = known.iter().filter(is_prefix).max_by_key(|known| known.sent.len());
     let messages = |from: usize| -> Vec<Message> {
-        said[from..].iter().map(|said| said.message.clone()).collect()
+        sent[from..].iter().map(|sent| sent.message.clone()).collect()
     };
     let shown = TemplateInput::new(&tool_set(tools), None);
     match longest {
-        Some(Known { said: before, tokens, .. }) => {
+        Some(Known { sent: before, tokens, .. }) => {
             let new = messages(before.len());
             let mut prompt = tokens.clone();
             prompt.extend(chat().delta_with(&new, tokens.last().copied(), &shown).unwrap());
@@ -652,15 +661,15 @@ impl Agent {
     }
 
     /// The next request: tools and messages.
-    fn request(&mut self) -> (usize, Vec<Arc<Said>>) {
+    fn request(&mut self) -> (usize, Vec<Arc<HistoryMessage>>) {
         let fresh = format!("input {}", self.rng.next_u32());
         let in_messages = (0..self.known.len()).filter(|n| self.known[*n].tools != IN_TOKENS);
         let Some(from) = self.earlier(&in_messages.collect::<Vec<_>>()) else {
-            return (0, vec![said("user", &fresh)]);
+            return (0, vec![sent("user", &fresh)]);
         };
-        let (mut tools, mut history) = (self.known[from].tools, self.known[from].said.clone());
+        let (mut tools, mut history) = (self.known[from].tools, self.known[from].sent.clone());
         match self.below(12) {
-            0 => history = vec![said("system", "a sub-agent"), said("user", &fresh)],
+            0 => history = vec![sent("system", "a sub-agent"), sent("user", &fresh)],
             1 => tools = (tools + 1) % 3,
             2 => {
                 // Compaction: the beginning stays, the rest is summarised.
@@ -669,7 +678,7 @@ impl Agent {
             }
             3 => {
                 let at = self.below(history.len());
-                let mut changed = Said::clone(&history[at]);
+                let mut changed = HistoryMessage::clone(&history[at]);
                 changed.message.content.push_str(" (edited)");
                 history[at] = Arc::new(changed);
             }
@@ -681,10 +690,10 @@ impl Agent {
             _ => {}
         }
         for _ in 0..self.below(3) {
-            history.push(said("tool", &format!("result {}", self.rng.next_u32() % 100)));
+            history.push(sent("tool", &format!("result {}", self.rng.next_u32() % 100)));
         }
         if history.last().is_none_or(|last| last.message.role == "assistant") {
-            history.push(said("user", &fresh));
+            history.push(sent("user", &fresh));
         }
         (tools, history)
     }
@@ -692,16 +701,16 @@ impl Agent {
     fn learn(
         &mut self,
         tools: usize,
-        mut said: Vec<Arc<Said>>,
+        mut sent: Vec<Arc<HistoryMessage>>,
         prompt: &[u32],
         reply: &Arc<SampledReply>,
     ) {
         self.replies.push(Arc::clone(reply));
         if tools != IN_TOKENS {
-            said.push(repeated(reply));
+            sent.push(repeated(reply));
         }
         let tokens = [prompt, &reply.token_ids].concat();
-        self.known.push(Known { tools, said, tokens });
+        self.known.push(Known { tools, sent, tokens });
     }
 }
 
@@ -714,20 +723,20 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
         Agent { rng: ChaCha8Rng::seed_from_u64(seed), known: Vec::new(), replies: Vec::new() };
     for _ in 0..requests {
         let before = engine.requests().len();
-        let (tools, history, past, expected) = if agent.below(4) == 0 {
+        let (tools, history, prompt, expected) = if agent.below(4) == 0 {
             let prompt = agent.tokens();
-            (IN_TOKENS, Vec::new(), Past::Tokens(prompt.clone().into()), prompt)
+            (IN_TOKENS, Vec::new(), RequestPrompt::Tokens(prompt.clone().into()), prompt)
         } else {
             let (tools, history) = agent.request();
             let expected = naive_prompt(&agent.known, tools, &history);
-            let past = Past::Messages {
-                said: history.clone(),
+            let prompt = RequestPrompt::Messages {
+                messages: history.clone(),
                 tools: Arc::new(tool_set(tools)),
                 thinking: None,
             };
-            (tools, history, past, expected)
+            (tools, history, prompt, expected)
         };
-        let mut request = Ask { past, ..Ask::clone(&ask(&[])) };
+        let mut request = ReplyRequest { prompt, ..ReplyRequest::clone(&request(&[])) };
         request.max_tokens = (agent.below(8) == 0).then(|| agent.below(20) + 1);
         if agent.below(6) == 0 {
             // Behind the number that makes a reply's message unique.
@@ -738,13 +747,13 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
         assert_eq!(counted, expected.len());
         // Sometimes several samples at once, or a client that goes away.
         let samples = if agent.below(6) == 0 { 3 } else { 1 };
-        let asked = (0..samples).map(|sample| Arc::new(Ask { sample, ..request.clone() }));
+        let asked = (0..samples).map(|sample| Arc::new(ReplyRequest { sample, ..request.clone() }));
         let mut asking = JoinSet::new();
-        for ask in asked {
+        for request in asked {
             let conversation = Arc::clone(&conversation);
             asking.spawn(async move {
                 let (sink, mut shown) = TextSink::new();
-                let reply = conversation.sample_live(&ask, Some(sink)).await.unwrap();
+                let reply = conversation.sample_live(&request, Some(sink)).await.unwrap();
                 let shown = shown.now().clone();
                 assert!(reply.message.content.starts_with(&shown.content), "{shown:?} {reply:?}");
                 assert_eq!(shown.reasoning, "");

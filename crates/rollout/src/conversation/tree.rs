@@ -14,7 +14,7 @@ pub(super) const IN_TOKENS: [u8; 32] = [0xff; 32];
 
 /// A message of a request.
 #[derive(Debug, Clone, Serialize, Deserialize)]
-pub(crate) struct Said {
+pub(crate) struct HistoryMessage {
     /// Role, text and tool calls.
     pub(crate) message: Message,
     /// The thinking of an assistant message, if the agent sent it back.
@@ -55,20 +55,20 @@ fn trimmed(text: Option<&str>) -> Option<&str> {
 
 /// Messages are compared without what names a reply, the ids of its calls and its number, which agents may
 /// change from request to request.
-impl PartialEq for Said {
+impl PartialEq for HistoryMessage {
     fn eq(&self, other: &Self) -> bool {
         self.message == other.message && self.reasoning == other.reasoning
     }
 }
 
-impl Said {
+impl HistoryMessage {
     /// Whether the other message is the same in every part.
     pub(crate) fn is_identical(&self, other: &Self) -> bool {
         self == other && self.call_ids == other.call_ids && self.reply == other.reply
     }
 }
 
-impl Said {
+impl HistoryMessage {
     /// Bytes of its texts.
     pub(super) fn bytes(&self) -> usize {
         let Message { content, tool_calls, .. } = &self.message;
@@ -150,9 +150,9 @@ impl Recognition {
 
 /// One element of a branch.
 #[derive(Debug, Clone)]
-pub(crate) enum Step {
+pub(crate) enum Segment {
     /// A message of the agent.
-    Given(Arc<Said>),
+    Message(Arc<HistoryMessage>),
     /// A sampled reply.
     Reply {
         /// As the agent got it.
@@ -171,31 +171,31 @@ pub(crate) enum Step {
 pub(crate) struct Branch<L> {
     /// Digest of the tools that its prompts show.
     pub(crate) tools: [u8; 32],
-    pub(crate) steps: Vec<Step>,
+    pub(crate) segments: Vec<Segment>,
     /// Whether a reply is being sampled at its end.
     pub(crate) is_busy: bool,
     /// The branch that it forked from, and the number of tokens that both have.
     pub(crate) parent: Option<(usize, usize)>,
-    pub(crate) line: L,
+    pub(crate) sequence: L,
 }
 
 /// Where a request belongs.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Place {
+pub(crate) enum BranchPoint {
     /// It continues a branch after its last reply.
     Tip { branch: usize },
-    /// It departs from a branch after `steps` steps, the last of which is a reply that ends at `tokens`.
-    Fork { branch: usize, steps: usize, tokens: usize, cause: ForkCause },
+    /// It departs from a branch after `segments` steps, the last of which is a reply that ends at `tokens`.
+    Fork { branch: usize, segments: usize, tokens: usize, cause: ForkCause },
     /// It has no reply in common with any branch. `cause` is absent for the first request.
     Root { cause: Option<ForkCause> },
 }
 
-impl Place {
+impl BranchPoint {
     /// How many of the request's messages the place already has.
-    pub(crate) fn steps<L>(self, tree: &Tree<L>) -> usize {
+    pub(crate) fn segments<L>(self, tree: &Tree<L>) -> usize {
         match self {
-            Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.steps.len()),
-            Self::Fork { steps, .. } => steps,
+            Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.segments.len()),
+            Self::Fork { segments, .. } => segments,
             Self::Root { .. } => 0,
         }
     }
@@ -203,9 +203,9 @@ impl Place {
     /// Number of the reply that a request of this place continues.
     pub(crate) fn reply<L>(self, tree: &Tree<L>) -> Option<u32> {
         let (Self::Tip { branch } | Self::Fork { branch, .. }) = self else { return None };
-        match tree.branches.get(branch)?.steps.get(self.steps(tree).checked_sub(1)?)? {
-            Step::Reply { reply, .. } => Some(reply.number),
-            Step::Given(_) => None,
+        match tree.branches.get(branch)?.segments.get(self.segments(tree).checked_sub(1)?)? {
+            Segment::Reply { reply, .. } => Some(reply.number),
+            Segment::Message(_) => None,
         }
     }
 
@@ -232,51 +232,62 @@ impl<L> Tree<L> {
     /// Finds the place of a request: after the longest common history that ends with a reply. Of equal
     /// ones, the end of a branch is preferred, so that nothing forks without need, and then a branch that
     /// answered the same request.
-    pub(crate) fn locate(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Place {
-        let mut best: Option<((usize, bool, bool), Place)> = None;
+    pub(crate) fn locate(&self, tools: &[u8; 32], messages: &[Arc<HistoryMessage>]) -> BranchPoint {
+        let mut best: Option<((usize, bool, bool), BranchPoint)> = None;
         for (index, branch) in self.branches.iter().enumerate() {
             if branch.tools != *tools {
                 continue;
             }
-            let common = branch.common(said);
-            let Some((steps, tokens)) = branch.last_reply(common) else { continue };
-            let is_tip = steps == branch.steps.len() && !branch.is_busy;
-            let cause = branch.cause_of_fork(common, said);
-            let rank = (steps, is_tip, cause == ForkCause::Repeated);
+            let common = branch.common(messages);
+            let Some((segments, tokens)) = branch.last_reply(common) else { continue };
+            let is_tip = segments == branch.segments.len() && !branch.is_busy;
+            let cause = branch.cause_of_fork(common, messages);
+            let rank = (segments, is_tip, cause == ForkCause::Repeated);
             if best.is_some_and(|(most, _)| most >= rank) {
                 continue;
             }
-            let place = if is_tip {
-                Place::Tip { branch: index }
+            let point = if is_tip {
+                BranchPoint::Tip { branch: index }
             } else {
-                Place::Fork { branch: index, steps, tokens, cause }
+                BranchPoint::Fork { branch: index, segments, tokens, cause }
             };
-            best = Some((rank, place));
+            best = Some((rank, point));
         }
         best.map_or_else(
-            || Place::Root { cause: self.cause_of_root(tools, said) },
-            |(_, place)| place,
+            || BranchPoint::Root { cause: self.cause_of_root(tools, messages) },
+            |(_, point)| point,
         )
     }
 
-    /// Whether a request at `place` may continue another reply as well, because it sent nothing back
+    /// Whether a request at `point` may continue another reply as well, because it sent nothing back
     /// that tells two replies with different thinking apart.
-    pub(crate) fn is_ambiguous(&self, tools: &[u8; 32], said: &[Arc<Said>], place: Place) -> bool {
-        let (Place::Tip { branch } | Place::Fork { branch, .. }) = place else { return false };
-        let end = place.steps(self);
-        let last = |branch: &Branch<L>| match branch.steps.get(end.checked_sub(1)?)? {
-            Step::Reply { reply, .. } => Some(Arc::clone(reply)),
-            Step::Given(_) => None,
+    pub(crate) fn is_ambiguous(
+        &self,
+        tools: &[u8; 32],
+        messages: &[Arc<HistoryMessage>],
+        point: BranchPoint,
+    ) -> bool {
+        let (BranchPoint::Tip { branch } | BranchPoint::Fork { branch, .. }) = point else {
+            return false;
+        };
+        let end = point.segments(self);
+        let last = |branch: &Branch<L>| match branch.segments.get(end.checked_sub(1)?)? {
+            Segment::Reply { reply, .. } => Some(Arc::clone(reply)),
+            Segment::Message(_) => None,
         };
         let Some(chosen) = self.branches.get(branch).and_then(last) else { return false };
         let alike = self.branches.iter().filter(|branch| branch.tools == *tools);
         alike
-            .filter(|branch| branch.common(said) >= end)
+            .filter(|branch| branch.common(messages) >= end)
             .filter_map(last)
             .any(|reply| reply.reasoning != chosen.reasoning)
     }
 
-    fn cause_of_root(&self, tools: &[u8; 32], said: &[Arc<Said>]) -> Option<ForkCause> {
+    fn cause_of_root(
+        &self,
+        tools: &[u8; 32],
+        messages: &[Arc<HistoryMessage>],
+    ) -> Option<ForkCause> {
         let mut others = self.branches.iter().filter(|branch| branch.tools != IN_TOKENS).peekable();
         others.peek()?;
         let mut alike = others.filter(|branch| branch.tools == *tools).peekable();
@@ -284,8 +295,8 @@ impl<L> Tree<L> {
             return Some(ForkCause::Tools);
         }
         let causes = alike.map(|branch| {
-            let common = branch.common(said);
-            (common, branch.cause_of_fork(common, said))
+            let common = branch.common(messages);
+            (common, branch.cause_of_fork(common, messages))
         });
         Some(match causes.max_by_key(|(common, cause)| (*common, *cause == ForkCause::Repeated)) {
             None | Some((0, _)) => ForkCause::Opening,
@@ -296,33 +307,41 @@ impl<L> Tree<L> {
 
 impl<L> Branch<L> {
     /// Number of leading steps that are the request's first messages.
-    pub(super) fn common(&self, said: &[Arc<Said>]) -> usize {
-        let pairs = self.steps.iter().zip(said);
+    pub(super) fn common(&self, messages: &[Arc<HistoryMessage>]) -> usize {
+        let pairs = self.segments.iter().zip(messages);
         pairs
-            .take_while(|(step, said)| match step {
-                Step::Given(given) => Arc::ptr_eq(given, said) || given == *said,
-                Step::Reply { reply, .. } => said.repeats(reply),
+            .take_while(|(segment, entry)| match segment {
+                Segment::Message(known) => Arc::ptr_eq(known, entry) || known == *entry,
+                Segment::Reply { reply, .. } => entry.repeats(reply),
             })
             .count()
     }
 
     /// The last reply among the first `common` steps: number of steps up to it, and of tokens.
     fn last_reply(&self, common: usize) -> Option<(usize, usize)> {
-        let steps = self.steps.get(..common)?;
-        steps.iter().enumerate().rev().find_map(|(index, step)| match step {
-            Step::Given(_) => None,
-            Step::Reply { end, .. } => Some((index + 1, *end)),
+        let segments = self.segments.get(..common)?;
+        segments.iter().enumerate().rev().find_map(|(index, segment)| match segment {
+            Segment::Message(_) => None,
+            Segment::Reply { end, .. } => Some((index + 1, *end)),
         })
     }
 
-    pub(super) fn cause_of_fork(&self, common: usize, said: &[Arc<Said>]) -> ForkCause {
+    pub(super) fn cause_of_fork(
+        &self,
+        common: usize,
+        messages: &[Arc<HistoryMessage>],
+    ) -> ForkCause {
         // All of the request was said before, and answered or about to be.
-        let is_answered = match self.steps.get(common) {
-            Some(Step::Reply { .. }) => true,
-            Some(Step::Given(_)) => false,
+        let is_answered = match self.segments.get(common) {
+            Some(Segment::Reply { .. }) => true,
+            Some(Segment::Message(_)) => false,
             None => self.is_busy,
         };
-        if common == said.len() && is_answered { ForkCause::Repeated } else { ForkCause::History }
+        if common == messages.len() && is_answered {
+            ForkCause::Repeated
+        } else {
+            ForkCause::History
+        }
     }
 }
 
@@ -330,8 +349,8 @@ impl<L> Branch<L> {
 mod tests {
     use super::*;
 
-    fn said(role: &str, text: &str) -> Arc<Said> {
-        Arc::new(Said {
+    fn messages(role: &str, text: &str) -> Arc<HistoryMessage> {
+        Arc::new(HistoryMessage {
             message: crate::chat::message(role, text),
             reasoning: None,
             reply: None,
@@ -339,39 +358,40 @@ mod tests {
         })
     }
 
-    fn reply(text: &str, end: usize) -> Step {
+    fn reply(text: &str, end: usize) -> Segment {
         let message = crate::chat::message("assistant", text);
         let number = u32::try_from(end).unwrap();
         let reply = Arc::new(Reply { message, reasoning: None, number });
-        Step::Reply { reply, end, tokens: 5, is_cut: false }
+        Segment::Reply { reply, end, tokens: 5, is_cut: false }
     }
 
     const TOOLS: [u8; 32] = [1; 32];
 
     /// `u a v b`, with replies `a` and `b`.
     fn tree() -> Tree<()> {
-        let steps = vec![
-            Step::Given(said("user", "u")),
+        let segments = vec![
+            Segment::Message(messages("user", "u")),
             reply("a", 10),
-            Step::Given(said("user", "v")),
+            Segment::Message(messages("user", "v")),
             reply("b", 20),
         ];
-        let branch = Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () };
+        let branch = Branch { tools: TOOLS, segments, is_busy: false, parent: None, sequence: () };
         Tree { branches: vec![branch] }
     }
 
-    fn request(texts: &[&str]) -> Vec<Arc<Said>> {
+    fn request(texts: &[&str]) -> Vec<Arc<HistoryMessage>> {
         let role = |text: &str| if matches!(text, "a" | "b" | "x") { "assistant" } else { "user" };
-        texts.iter().map(|text| said(role(text), text)).collect()
+        texts.iter().map(|text| messages(role(text), text)).collect()
     }
 
     #[test]
     fn requests_are_placed_after_the_last_common_reply() {
-        let fork = |steps, tokens, cause| Place::Fork { branch: 0, steps, tokens, cause };
-        let root = |cause| Place::Root { cause: Some(cause) };
+        let fork =
+            |segments, tokens, cause| BranchPoint::Fork { branch: 0, segments, tokens, cause };
+        let root = |cause| BranchPoint::Root { cause: Some(cause) };
         for (texts, expected) in [
-            (&["u", "a", "v", "b", "w"][..], Place::Tip { branch: 0 }),
-            (&["u", "a", "v", "b"], Place::Tip { branch: 0 }),
+            (&["u", "a", "v", "b", "w"][..], BranchPoint::Tip { branch: 0 }),
+            (&["u", "a", "v", "b"], BranchPoint::Tip { branch: 0 }),
             (&["u", "a", "v"], fork(2, 10, ForkCause::Repeated)),
             (&["u", "a", "other"], fork(2, 10, ForkCause::History)),
             (&["u", "a", "v", "x", "w"], fork(2, 10, ForkCause::History)),
@@ -382,55 +402,67 @@ mod tests {
             assert_eq!(tree().locate(&TOOLS, &request(texts)), expected, "{texts:?}");
         }
         assert_eq!(tree().locate(&[2; 32], &request(&["u", "a", "v"])), root(ForkCause::Tools));
-        assert_eq!(Tree::<()>::new().locate(&TOOLS, &request(&["u"])), Place::Root { cause: None });
+        assert_eq!(
+            Tree::<()>::new().locate(&TOOLS, &request(&["u"])),
+            BranchPoint::Root { cause: None }
+        );
     }
 
     /// Another branch, `u a w c`, begins after the reply `a`.
     fn forked() -> Tree<()> {
         let mut tree = tree();
-        let mut steps = tree.branches[0].steps[..2].to_vec();
-        steps.extend([Step::Given(said("user", "w")), reply("c", 18)]);
+        let mut segments = tree.branches[0].segments[..2].to_vec();
+        segments.extend([Segment::Message(messages("user", "w")), reply("c", 18)]);
         let parent = Some((0, 10));
-        tree.branches.push(Branch { tools: TOOLS, steps, is_busy: false, parent, line: () });
+        tree.branches.push(Branch { tools: TOOLS, segments, is_busy: false, parent, sequence: () });
         tree
     }
 
     #[test]
     fn a_request_is_repeated_whichever_branch_answered_it() {
-        let place = forked().locate(&TOOLS, &request(&["u", "a", "w"]));
+        let point = forked().locate(&TOOLS, &request(&["u", "a", "w"]));
         let cause = ForkCause::Repeated;
-        assert_eq!(place, Place::Fork { branch: 1, steps: 2, tokens: 10, cause });
+        assert_eq!(point, BranchPoint::Fork { branch: 1, segments: 2, tokens: 10, cause });
         // One branch answered `u`, a later one has more messages before its first reply.
         let mut tree = tree();
-        let steps =
-            vec![Step::Given(said("user", "u")), Step::Given(said("user", "x")), reply("d", 9)];
-        tree.branches.push(Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () });
-        let place = tree.locate(&TOOLS, &request(&["u"]));
-        assert_eq!(place, Place::Root { cause: Some(cause) });
+        let segments = vec![
+            Segment::Message(messages("user", "u")),
+            Segment::Message(messages("user", "x")),
+            reply("d", 9),
+        ];
+        tree.branches.push(Branch {
+            tools: TOOLS,
+            segments,
+            is_busy: false,
+            parent: None,
+            sequence: (),
+        });
+        let point = tree.locate(&TOOLS, &request(&["u"]));
+        assert_eq!(point, BranchPoint::Root { cause: Some(cause) });
     }
 
     #[test]
     fn prompts_in_tokens_do_not_count_as_branches_of_messages() {
         let mut tree = tree();
         tree.branches[0].tools = IN_TOKENS;
-        assert_eq!(tree.locate(&TOOLS, &request(&["u"])), Place::Root { cause: None });
+        assert_eq!(tree.locate(&TOOLS, &request(&["u"])), BranchPoint::Root { cause: None });
     }
 
     #[test]
     fn a_branch_that_is_sampling_is_not_continued() {
         let mut tree = tree();
-        tree.branches[0].steps.push(Step::Given(said("user", "w")));
+        tree.branches[0].segments.push(Segment::Message(messages("user", "w")));
         tree.branches[0].is_busy = true;
-        let place = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "w"]));
+        let point = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "w"]));
         let cause = ForkCause::Repeated;
-        assert_eq!(place, Place::Fork { branch: 0, steps: 4, tokens: 20, cause });
-        let place = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "z"]));
+        assert_eq!(point, BranchPoint::Fork { branch: 0, segments: 4, tokens: 20, cause });
+        let point = tree.locate(&TOOLS, &request(&["u", "a", "v", "b", "z"]));
         let cause = ForkCause::History;
-        assert_eq!(place, Place::Fork { branch: 0, steps: 4, tokens: 20, cause });
+        assert_eq!(point, BranchPoint::Fork { branch: 0, segments: 4, tokens: 20, cause });
     }
 
     /// A reply with a call, and the same as agents send it back.
-    fn called() -> (Reply, Said) {
+    fn called() -> (Reply, HistoryMessage) {
         let call = |text: &str| crate::api::Action {
             name: "bash".to_owned(),
             arguments: serde_json::from_str(text).unwrap(),
@@ -441,7 +473,10 @@ mod tests {
         sent.content = "Look.".to_owned();
         sent.tool_calls = vec![call(r#"{"n":1,"command":"ls"}"#)];
         let reply = Reply { message, reasoning: Some("hm".to_owned()), number: 7 };
-        (reply, Said { message: sent, reasoning: None, reply: None, call_ids: Vec::new() })
+        (
+            reply,
+            HistoryMessage { message: sent, reasoning: None, reply: None, call_ids: Vec::new() },
+        )
     }
 
     #[test]
@@ -460,15 +495,16 @@ mod tests {
             (None, "toolu_00008000", true),
         ] {
             let call_ids = vec![id.to_owned()];
-            let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent.clone() };
+            let sent =
+                HistoryMessage { reasoning: thinking.map(str::to_owned), call_ids, ..sent.clone() };
             assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
         }
         for (number, is_recognised) in [(Some(7), true), (Some(8), false), (None, true)] {
-            let sent = Said { reply: number, ..sent.clone() };
+            let sent = HistoryMessage { reply: number, ..sent.clone() };
             assert_eq!(sent.repeats(&reply), is_recognised, "{sent:?}");
         }
         let unthinking = Reply { reasoning: None, ..called().0 };
-        let sent = Said { reasoning: Some("hm".to_owned()), ..sent };
+        let sent = HistoryMessage { reasoning: Some("hm".to_owned()), ..sent };
         assert!(!sent.repeats(&unthinking), "the agent made the thinking up");
         let mut other = sent;
         other.message.tool_calls[0].arguments = serde_json::json!({"command": "rm"});
@@ -480,36 +516,37 @@ mod tests {
         let branches = [("first", 1), ("second", 2), ("third", 3)].map(|(thinking, number)| {
             let (reply, _) = called();
             let reply = Reply { reasoning: Some(thinking.to_owned()), number, ..reply };
-            let reply = Step::Reply { reply: Arc::new(reply), end: 10, tokens: 5, is_cut: false };
-            let steps = vec![Step::Given(said("user", "u")), reply];
-            Branch { tools: TOOLS, steps, is_busy: false, parent: None, line: () }
+            let reply =
+                Segment::Reply { reply: Arc::new(reply), end: 10, tokens: 5, is_cut: false };
+            let segments = vec![Segment::Message(messages("user", "u")), reply];
+            Branch { tools: TOOLS, segments, is_busy: false, parent: None, sequence: () }
         });
         let tree = Tree { branches: branches.into() };
-        for (thinking, id, place, is_ambiguous) in [
-            (Some("third"), "call_00003000", Place::Tip { branch: 2 }, false),
-            (Some("third"), "c", Place::Tip { branch: 2 }, false),
-            (None, "call_00002000", Place::Tip { branch: 1 }, false),
+        for (thinking, id, point, is_ambiguous) in [
+            (Some("third"), "call_00003000", BranchPoint::Tip { branch: 2 }, false),
+            (Some("third"), "c", BranchPoint::Tip { branch: 2 }, false),
+            (None, "call_00002000", BranchPoint::Tip { branch: 1 }, false),
             // The first of those that may be meant.
-            (None, "c", Place::Tip { branch: 0 }, true),
+            (None, "c", BranchPoint::Tip { branch: 0 }, true),
             (
                 Some("edited"),
                 "call_00003000",
-                Place::Root { cause: Some(ForkCause::History) },
+                BranchPoint::Root { cause: Some(ForkCause::History) },
                 false,
             ),
             (
                 Some("first"),
                 "call_00003000",
-                Place::Root { cause: Some(ForkCause::History) },
+                BranchPoint::Root { cause: Some(ForkCause::History) },
                 false,
             ),
         ] {
             let (_, sent) = called();
             let call_ids = vec![id.to_owned()];
-            let sent = Said { reasoning: thinking.map(str::to_owned), call_ids, ..sent };
-            let request = [said("user", "u"), Arc::new(sent), said("user", "v")];
-            assert_eq!(tree.locate(&TOOLS, &request), place, "{thinking:?} {id}");
-            let found = tree.is_ambiguous(&TOOLS, &request, place);
+            let sent = HistoryMessage { reasoning: thinking.map(str::to_owned), call_ids, ..sent };
+            let request = [messages("user", "u"), Arc::new(sent), messages("user", "v")];
+            assert_eq!(tree.locate(&TOOLS, &request), point, "{thinking:?} {id}");
+            let found = tree.is_ambiguous(&TOOLS, &request, point);
             assert_eq!(found, is_ambiguous, "{thinking:?} {id}");
         }
     }

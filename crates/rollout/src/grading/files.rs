@@ -193,7 +193,7 @@ fn test_folder(path: &str) -> Option<&str> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_tasks::TaskFile;
+    use orchestrate_tasks::{Origin, TaskFile};
     use orchestrate_testkit::toy_task;
 
     fn file(path: &str) -> FileEntry {
@@ -262,6 +262,14 @@ mod tests {
         assert!(matches!(error, GradeError::TooLarge { needed: n, .. } if n == needed), "{error}");
         // A task that does not fit by itself is not the agent's fault.
         assert!(check_room(&task, &change, ByteSize(own.0 - 1)).is_ok());
+    }
+
+    #[test]
+    fn only_a_task_that_brings_all_its_files_uses_a_sandbox_again() {
+        assert!(toy_task().brings_all_files());
+        // The tree is the image's: a reset would empty it.
+        assert!(!Task { agent_files: Vec::new(), ..toy_task() }.brings_all_files());
+        assert!(!Task { origin: Origin::R2e, ..toy_task() }.brings_all_files());
     }
 
     #[test]

@@ -62,7 +62,7 @@ pub fn write_log_folder(
     fs::write(folder.join(STEPS_FILE), instance_log(&folder, task, graded))?;
     let report = match (&task.origin, &graded.verdict.report) {
         (Origin::SweBench(_), report) => report.as_ref().map(|r| r.file(&task.id)).transpose()?,
-        (Origin::R2e | Origin::Files | Origin::Outside(_) | Origin::Harbor(_), _) => {
+        (Origin::R2e | Origin::Files | Origin::External(_) | Origin::Harbor(_), _) => {
             Some(serde_json::to_value(&graded.verdict)?)
         }
     };

@@ -51,7 +51,6 @@ pub(crate) async fn grade(
 ) -> Result<GradedChange, GradeError> {
     if let GradedInput::Change(change) = input
         && spec.reusable
-        && task.origin == Origin::Files
     {
         files::check_room(task, change, spec.limits.tmpfs)?;
     }
@@ -75,7 +74,7 @@ async fn grade_in(
         GradedInput::Files(files) => Cow::Owned(tree::change_in(sandbox, files).await?),
     };
     let mut graded = match &task.origin {
-        Origin::Files | Origin::Outside(_) => files::grade(sandbox, task, &change, rules).await,
+        Origin::Files | Origin::External(_) => files::grade(sandbox, task, &change, rules).await,
         Origin::R2e => image::grade_r2e(sandbox, task, &change.patch, rules).await,
         Origin::SweBench(row) => {
             image::grade_swe_bench(sandbox, task, row, &change.patch, rules).await
@@ -105,7 +104,7 @@ pub async fn grade_patch(
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
     let change = match task.origin {
-        Origin::Files | Origin::Outside(_) => files::apply_patch(task, patch)?,
+        Origin::Files | Origin::External(_) => files::apply_patch(task, patch)?,
         Origin::R2e | Origin::SweBench(_) => {
             TreeChange { patch: patch.to_owned(), ..TreeChange::default() }
         }

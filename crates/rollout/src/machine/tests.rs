@@ -383,11 +383,11 @@ proptest! {
         let (mut machine, first) = match kind {
             0 => EpisodeMachine::new(LIMITS),
             1 => EpisodeMachine::with_agent(LIMITS),
-            _ => EpisodeMachine::outside(LIMITS),
+            _ => EpisodeMachine::external(LIMITS),
         };
-        let is_outside = first == EpisodeCommand::Offer;
-        prop_assert_eq!(is_outside, kind == 2);
-        prop_assert!(is_outside || first == EpisodeCommand::OpenSandbox);
+        let is_external = first == EpisodeCommand::Offer;
+        prop_assert_eq!(is_external, kind == 2);
+        prop_assert!(is_external || first == EpisodeCommand::OpenSandbox);
         for event in events {
             let from = machine.phase().clone();
             match machine.step(event.clone()) {

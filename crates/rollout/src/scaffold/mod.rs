@@ -43,7 +43,7 @@ pub enum Scaffold {
     Command,
     /// An external agent or environment: a worker takes the episode from the gateway and returns the
     /// reward. See the section `[gateway]`.
-    Outside,
+    External,
 }
 
 /// Prompts of a run that replace those of its scaffold.
@@ -79,7 +79,7 @@ impl Scaffold {
     /// The opening messages of a task, for a policy that has `turns` turns.
     pub fn opening(self, prompts: Prompts<'_>, task: &Task, turns: u32) -> Vec<Message> {
         let (system, prompt) = match self {
-            Self::Tools | Self::Command | Self::Outside => (None, "{problem_statement}"),
+            Self::Tools | Self::Command | Self::External => (None, "{problem_statement}"),
             Self::R2eXml => (Some(r2e::SYSTEM.trim_end()), r2e::TASK.trim_end()),
             Self::Mini => (Some(mini::SYSTEM.trim_end()), mini::TASK.trim_end()),
         };
@@ -92,7 +92,7 @@ impl Scaffold {
 
     /// The calls of one turn, in order: each a parsed call, or the mistake in it. `server_tools` are
     /// the JSON schemas of the tools of tool servers; only [`Self::Tools`], [`Self::Command`] and
-    /// [`Self::Outside`] use them.
+    /// [`Self::External`] use them.
     ///
     /// Never empty, because a text without a call is a mistake; more than one only for
     /// [`Self::Tools`]. Calls inside the thinking do not count. Where the text of one call cannot be read,
@@ -104,7 +104,7 @@ impl Scaffold {
     ) -> Vec<Result<(Action, Call), Mistake>> {
         let (_, text) = split_thinking(turn.opens_thinking, turn.text);
         match self {
-            Self::Tools | Self::Command | Self::Outside => {
+            Self::Tools | Self::Command | Self::External => {
                 tools::parse(turn.format, &text, turn.separate, server_tools)
             }
             Self::R2eXml => vec![r2e::parse(&text)],
@@ -119,7 +119,7 @@ impl Scaffold {
             Self::R2eXml => "r2e-xml",
             Self::Mini => "mini",
             Self::Command => "command",
-            Self::Outside => "outside",
+            Self::External => "external",
         }
     }
 
@@ -127,14 +127,14 @@ impl Scaffold {
     pub fn performs_calls(self) -> bool {
         match self {
             Self::Tools | Self::R2eXml | Self::Mini => true,
-            Self::Command | Self::Outside => false,
+            Self::Command | Self::External => false,
         }
     }
 
     /// Role of the messages that carry observations.
     pub fn observation_role(self) -> &'static str {
         match self {
-            Self::Tools | Self::Command | Self::Outside => "tool",
+            Self::Tools | Self::Command | Self::External => "tool",
             Self::R2eXml | Self::Mini => "user",
         }
     }
@@ -145,14 +145,14 @@ impl Scaffold {
         match self {
             Self::Tools => tools::schemas(),
             // An agent sends its own tools with its requests.
-            Self::R2eXml | Self::Mini | Self::Command | Self::Outside => Vec::new(),
+            Self::R2eXml | Self::Mini | Self::Command | Self::External => Vec::new(),
         }
     }
 
     /// Environment variables of the policy's commands, in addition to the image's.
     pub(crate) fn environment(self) -> &'static [(&'static str, &'static str)] {
         match self {
-            Self::Tools | Self::R2eXml | Self::Command | Self::Outside => &[],
+            Self::Tools | Self::R2eXml | Self::Command | Self::External => &[],
             Self::Mini => &mini::ENVIRONMENT,
         }
     }
@@ -166,11 +166,11 @@ impl Scaffold {
     ) -> Option<String> {
         match (self, result) {
             (_, ToolResult::Submitted) => None,
-            (Self::Tools | Self::Command | Self::Outside, ToolResult::Command(result)) => {
+            (Self::Tools | Self::Command | Self::External, ToolResult::Command(result)) => {
                 let text = tools::bash_observation(&result, limits.command_timeout);
                 Some(truncate_middle(text, limits.observation_chars))
             }
-            (Self::Tools | Self::Mini | Self::Command | Self::Outside, ToolResult::Text(text)) => {
+            (Self::Tools | Self::Mini | Self::Command | Self::External, ToolResult::Text(text)) => {
                 Some(truncate_middle(text, limits.observation_chars))
             }
             (Self::R2eXml, result) => Some(r2e::observation(call, result, limits)),
@@ -181,7 +181,7 @@ impl Scaffold {
     /// The text of the message for an observation or a prompt, with what the scaffold adds to it.
     pub(crate) fn message_text(self, text: String, turns_left: u32) -> String {
         match self {
-            Self::Tools | Self::Mini | Self::Command | Self::Outside => text,
+            Self::Tools | Self::Mini | Self::Command | Self::External => text,
             Self::R2eXml => r2e::with_turns_left(&text, turns_left),
         }
     }

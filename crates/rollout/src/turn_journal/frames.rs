@@ -1,9 +1,9 @@
 //! Frames of an append-only file: `length u32 | check of the length [4] | payload | check [8]`, all
 //! little-endian. Checks are the first bytes of BLAKE3 digests.
 //!
-//! A process that is killed while it appends leaves a part of the last frame, which is cut off. Anything
-//! else that does not fit is damage. The length has a check of its own, so that damage in it is not
-//! taken for a cut.
+//! A process that is killed while it appends leaves the beginning of the last frame, which is cut off.
+//! Anything else that does not fit is damage. The length has a check of its own, so that damage in it is
+//! not taken for a cut.
 
 const HEADER_BYTES: usize = 8;
 const CHECK_BYTES: usize = 8;
@@ -53,6 +53,13 @@ pub(super) fn payloads(file: &[u8]) -> Result<(Vec<&[u8]>, usize), DamagedFrame>
         payloads.push(payload);
         rest = after;
     }
+    // A cut header is checked as far as it goes.
+    if let Some((length, _)) = rest.split_first_chunk()
+        && rest.len() < HEADER_BYTES
+        && !header(u32::from_le_bytes(*length)).starts_with(rest)
+    {
+        return Err(DamagedFrame { number: payloads.len() });
+    }
     Ok((payloads, file.len() - rest.len()))
 }
 
@@ -90,6 +97,21 @@ mod tests {
             bad[at] ^= 0x10;
             let number = ends.iter().filter(|end| **end <= at).count() - 1;
             assert_eq!(payloads(&bad), Err(DamagedFrame { number }), "byte {at}");
+        }
+    }
+
+    #[test]
+    fn a_cut_header_is_damaged_if_its_check_does_not_fit() {
+        let (written, ends) = file();
+        let file: Vec<u8> = written.iter().flat_map(|payload| frame(payload).unwrap()).collect();
+        for (number, start) in ends.iter().enumerate().take(written.len()) {
+            for length in 5..HEADER_BYTES {
+                for at in 0..length {
+                    let mut bad = file[..start + length].to_vec();
+                    bad[start + at] ^= 0x10;
+                    assert_eq!(payloads(&bad), Err(DamagedFrame { number }), "{length}, byte {at}");
+                }
+            }
         }
     }
 }

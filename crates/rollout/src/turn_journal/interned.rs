@@ -2,7 +2,7 @@
 //! time.
 
 use super::record::MalformedRecord;
-use crate::conversation::{Ask, Past, Said};
+use crate::conversation::{HistoryMessage, ReplyRequest, RequestPrompt};
 use orchestrate_gateway::AskedSampling;
 use orchestrate_types::TokenId;
 use serde::{Deserialize, Serialize};
@@ -12,8 +12,8 @@ use std::sync::Arc;
 
 /// A request. Messages and sets of tools are named by the order in which they first occurred.
 #[derive(Debug, Serialize, Deserialize)]
-pub(super) struct AskRecord {
-    past: PastRecord,
+pub(super) struct ReplyRequestRecord {
+    prompt: PromptRecord,
     max_tokens: Option<usize>,
     stops: Arc<[String]>,
     sampling: AskedSampling,
@@ -23,10 +23,10 @@ pub(super) struct AskRecord {
 }
 
 #[derive(Debug, Serialize, Deserialize)]
-enum PastRecord {
+enum PromptRecord {
     Messages {
-        new: Vec<Arc<Said>>,
-        said: Vec<usize>,
+        new: Vec<Arc<HistoryMessage>>,
+        messages: Vec<usize>,
         new_tools: Option<Arc<Vec<Value>>>,
         tools: usize,
         thinking: Option<bool>,
@@ -38,7 +38,7 @@ enum PastRecord {
 /// What the requests so far had.
 #[derive(Debug, Default)]
 pub(super) struct Interned {
-    said: Table<Said>,
+    messages: Table<HistoryMessage>,
     /// The messages of the latest request, most of which the next one repeats.
     latest: Vec<usize>,
     tools: Table<Vec<Value>>,
@@ -78,48 +78,51 @@ impl<T: Serialize> Table<T> {
 
 impl Interned {
     /// The record of a request, and the tokens of its prompt that are new.
-    pub(super) fn add(&mut self, ask: &Ask) -> Result<(AskRecord, Vec<TokenId>), MalformedRecord> {
+    pub(super) fn add(
+        &mut self,
+        request: &ReplyRequest,
+    ) -> Result<(ReplyRequestRecord, Vec<TokenId>), MalformedRecord> {
         let mut tail = Vec::new();
-        let past = match &ask.past {
-            Past::Messages { said, tools, thinking } => {
-                let (mut indices, mut new) = (Vec::with_capacity(said.len()), Vec::new());
-                for (place, said) in said.iter().enumerate() {
+        let prompt = match &request.prompt {
+            RequestPrompt::Messages { messages, tools, thinking } => {
+                let (mut indices, mut new) = (Vec::with_capacity(messages.len()), Vec::new());
+                for (place, messages) in messages.iter().enumerate() {
                     let latest = self.latest.get(place).filter(|index| {
-                        let known = self.said.values.get(**index);
-                        known.is_some_and(|known| known.is_identical(said))
+                        let known = self.messages.values.get(**index);
+                        known.is_some_and(|known| known.is_identical(messages))
                     });
                     let (index, is_new) = match latest {
                         Some(index) => (*index, false),
-                        None => self.said.index(said)?,
+                        None => self.messages.index(messages)?,
                     };
                     indices.push(index);
-                    new.extend(is_new.then(|| Arc::clone(said)));
+                    new.extend(is_new.then(|| Arc::clone(messages)));
                 }
                 self.latest.clone_from(&indices);
                 let (index, is_new) = self.tools.index(tools)?;
-                PastRecord::Messages {
+                PromptRecord::Messages {
                     new,
-                    said: indices,
+                    messages: indices,
                     new_tools: is_new.then(|| Arc::clone(tools)),
                     tools: index,
                     thinking: *thinking,
                 }
             }
-            Past::Tokens(ids) => {
+            RequestPrompt::Tokens(ids) => {
                 let common = self.tokens.iter().zip(ids.iter()).take_while(|(a, b)| a == b).count();
                 tail = ids.get(common..).unwrap_or_default().to_vec();
                 self.tokens = Arc::clone(ids);
-                PastRecord::Tokens { common }
+                PromptRecord::Tokens { common }
             }
         };
-        let record = AskRecord {
-            past,
-            max_tokens: ask.max_tokens,
-            stops: Arc::clone(&ask.stops),
-            sampling: ask.sampling,
-            sample: ask.sample,
-            repeats: ask.repeats,
-            overridden: Arc::clone(&ask.overridden),
+        let record = ReplyRequestRecord {
+            prompt,
+            max_tokens: request.max_tokens,
+            stops: Arc::clone(&request.stops),
+            sampling: request.sampling,
+            sample: request.sample,
+            repeats: request.repeats,
+            overridden: Arc::clone(&request.overridden),
         };
         Ok((record, tail))
     }
@@ -127,29 +130,30 @@ impl Interned {
     /// The request of a record. `tail` are the tokens that were new.
     pub(super) fn read(
         &mut self,
-        record: AskRecord,
+        record: ReplyRequestRecord,
         tail: &[TokenId],
-    ) -> Result<Ask, MalformedRecord> {
-        let AskRecord { past, max_tokens, stops, sampling, sample, repeats, overridden } = record;
-        let past = match past {
-            PastRecord::Messages { new, said, new_tools, tools, thinking } => {
-                for said in &new {
-                    self.said.index(said)?;
+    ) -> Result<ReplyRequest, MalformedRecord> {
+        let ReplyRequestRecord { prompt, max_tokens, stops, sampling, sample, repeats, overridden } =
+            record;
+        let prompt = match prompt {
+            PromptRecord::Messages { new, messages, new_tools, tools, thinking } => {
+                for messages in &new {
+                    self.messages.index(messages)?;
                 }
                 if let Some(tools) = &new_tools {
                     self.tools.index(tools)?;
                 }
-                let said = said.into_iter().map(|index| self.said.get(index));
-                let said = said.collect::<Result<_, _>>()?;
-                Past::Messages { said, tools: self.tools.get(tools)?, thinking }
+                let messages = messages.into_iter().map(|index| self.messages.get(index));
+                let messages = messages.collect::<Result<_, _>>()?;
+                RequestPrompt::Messages { messages, tools: self.tools.get(tools)?, thinking }
             }
-            PastRecord::Tokens { common } => {
+            PromptRecord::Tokens { common } => {
                 let head =
                     self.tokens.get(..common).ok_or("its prompt begins with unknown tokens")?;
                 self.tokens = [head, tail].concat().into();
-                Past::Tokens(Arc::clone(&self.tokens))
+                RequestPrompt::Tokens(Arc::clone(&self.tokens))
             }
         };
-        Ok(Ask { past, max_tokens, stops, sampling, sample, repeats, overridden })
+        Ok(ReplyRequest { prompt, max_tokens, stops, sampling, sample, repeats, overridden })
     }
 }

@@ -10,12 +10,16 @@
 //! found to be cut or damaged, so that the attempt is run again. A file is removed once its attempt has an
 //! outcome.
 
+#[cfg(any(test, fuzzing))]
+pub(crate) mod drawn;
 mod frames;
 mod interned;
 mod record;
+#[cfg(test)]
+mod tests;
 
 use camino::{Utf8Path, Utf8PathBuf};
-use frames::{DamagedFrame, frame, payloads};
+use frames::{frame, payloads};
 use fs_err::os::unix::fs::OpenOptionsExt as _;
 use interned::Interned;
 use orchestrate_gateway::LeaseRecord;
@@ -45,6 +49,12 @@ pub enum TurnJournalError {
         /// Why.
         problem: String,
     },
+    /// Something else has the name of a turn journal.
+    #[error("{path} is not a regular file, so it is not a turn journal; remove it")]
+    NotAFile {
+        /// Its path.
+        path: Utf8PathBuf,
+    },
     /// The file is not as it was written.
     #[error("{path} is damaged: {problem}")]
     Damaged {
@@ -65,8 +75,9 @@ pub struct TurnJournals {
 
 impl TurnJournals {
     /// Opens the folder, which is created if absent. Journals of the attempts in `lost`, the newest ones
-    /// of open episodes, are kept to be continued; others are removed, and so are damaged ones, with a
-    /// warning.
+    /// of open episodes, are kept to be continued; others are removed. A warning names those of lost
+    /// attempts that are damaged or end before their first record, and what is not a regular file, which
+    /// stays.
     ///
     /// # Errors
     /// Any file error.
@@ -74,25 +85,40 @@ impl TurnJournals {
         fs_err::create_dir_all(folder)?;
         let mut unfinished = BTreeMap::new();
         for entry in fs_err::read_dir(folder)? {
-            let name = entry?.file_name();
-            let Some(attempt) = name.to_str().and_then(|name| name.strip_suffix(SUFFIX)) else {
+            let entry = entry?;
+            let name = entry.file_name();
+            let Some(name) = name.to_str().filter(|name| name.ends_with(SUFFIX)) else { continue };
+            let path = folder.join(name);
+            if !entry.file_type()?.is_file() {
+                tracing::warn!("{}", TurnJournalError::NotAFile { path });
                 continue;
-            };
-            let path = folder.join(format!("{attempt}{SUFFIX}"));
-            let attempt = attempt.parse().ok().filter(|attempt| lost.contains(attempt));
-            match attempt.map(|attempt| (attempt, lease_in(&path, attempt))) {
-                Some((attempt, Ok(Some(lease)))) => {
-                    unfinished.insert(attempt, lease);
-                    continue;
+            }
+            if let Some(&attempt) = lost.iter().find(|attempt| file_name(**attempt) == name) {
+                match lease_in(&path, attempt) {
+                    Ok(Some(lease)) => {
+                        unfinished.insert(attempt, lease);
+                        continue;
+                    }
+                    Ok(None) => tracing::warn!(
+                        %attempt,
+                        "the run was killed before a worker got the attempt; it is run again"
+                    ),
+                    Err(error) => tracing::warn!(
+                        %error,
+                        %attempt,
+                        "the attempt cannot be continued; it is run again"
+                    ),
                 }
-                Some((attempt, Err(error))) => {
-                    tracing::warn!(%error, %attempt, "the attempt cannot be continued; it is run again");
-                }
-                Some((_, Ok(None))) | None => {}
             }
             fs_err::remove_file(&path)?;
         }
         Ok(Self { folder: folder.to_owned(), unfinished: Mutex::new(unfinished) })
+    }
+
+    /// Whether the attempt can be continued once the run is resumed, if it is lost by then and the newest one
+    /// of an open episode. `folder` is that of the journals, which are only read.
+    pub fn can_continue(folder: &Utf8Path, attempt: AttemptId) -> bool {
+        matches!(lease_in(&folder.join(file_name(attempt)), attempt), Ok(Some(_)))
     }
 
     /// The attempts that can be continued, with their leases.
@@ -110,14 +136,16 @@ impl TurnJournals {
     }
 
     fn path(&self, attempt: AttemptId) -> Utf8PathBuf {
-        self.folder.join(format!("{attempt}{SUFFIX}"))
+        self.folder.join(file_name(attempt))
     }
 
     /// Begins the journal of an attempt, in place of any earlier one.
     pub(crate) fn create(&self, taken: TakenRecord) -> Result<TurnJournal, TurnJournalError> {
         let path = self.path(taken.attempt);
+        // A new file: what has its name may be a link or a pipe.
+        remove_if_present(&path)?;
         let mut options = fs_err::OpenOptions::new();
-        let file = options.write(true).create(true).truncate(true).mode(0o600).open(&path)?;
+        let file = options.write(true).create_new(true).mode(0o600).open(&path)?;
         let writer = Writer { file, interned: Interned::default() };
         let journal = TurnJournal::new(path, writer, Duration::ZERO);
         journal.write(|_| Ok((Described::Taken(taken), Vec::new())))?;
@@ -131,61 +159,106 @@ impl TurnJournals {
         shape: &ModelShape,
     ) -> Result<ResumedJournal, TurnJournalError> {
         let path = self.path(attempt);
-        let bytes = fs_err::read(&path)?;
-        let damaged = |problem: String| TurnJournalError::Damaged { path: path.clone(), problem };
-        let (payloads, valid) = payloads(&bytes).map_err(|error| damaged(error.to_string()))?;
-        let mut parsed = Vec::with_capacity(payloads.len());
-        for payload in payloads {
-            parsed.push(decode(payload).map_err(|error| damaged(error.to_string()))?);
-        }
-        let Some((_, Described::Taken(taken), _)) = parsed.first() else {
-            return Err(damaged("it does not begin with the attempt".to_owned()));
-        };
-        let taken = taken.clone();
-        let used = parsed.last().map_or(Duration::ZERO, |(used, ..)| *used);
-        let (forgotten_now, forgotten) = forgotten(parsed.iter().map(|(_, record, _)| record));
-        let (mut records, mut interned, mut restarts) = (Vec::new(), Interned::default(), 1);
-        for (number, (_, described, arrays)) in parsed.into_iter().enumerate() {
-            let record = read(described, arrays, &mut interned, shape);
-            let record = record.map_err(|MalformedRecord(problem)| {
-                damaged(format!("record {number}: {problem}"))
+        let contents = Contents::read(&fs_err::read(&path)?, shape);
+        let Contents { taken, used, records, forgotten, restarts, interned, valid } = contents
+            .map_err(|MalformedRecord(problem)| TurnJournalError::Damaged {
+                path: path.clone(),
+                problem,
             })?;
-            if matches!(record, Some(ConversationRecord::Restarted)) {
-                restarts += 1;
-            }
-            records.extend(record.filter(|_| !forgotten.contains(&number)));
-        }
+        let records = records.into_iter().filter(|(number, _)| !forgotten.1.contains(number));
+        let mut records: Vec<_> = records.map(|(_, record)| record).collect();
         let file = fs_err::OpenOptions::new().append(true).open(&path)?;
         file.set_len(valid as u64)?;
-        let journal = TurnJournal::new(path.clone(), Writer { file, interned }, used);
-        journal.write(|_| Ok((Described::Restarted { forgotten: forgotten_now }, Vec::new())))?;
+        let journal = TurnJournal::new(path, Writer { file, interned }, used);
+        journal.write(|_| Ok((Described::Restarted { forgotten: forgotten.0 }, Vec::new())))?;
         records.push(ConversationRecord::Restarted);
         Ok(ResumedJournal { journal, taken, used, restarts, records })
     }
 
     /// Removes the journal of an attempt that has an outcome.
     pub(crate) fn remove(&self, attempt: AttemptId) {
-        match fs_err::remove_file(self.path(attempt)) {
-            Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
-                tracing::warn!(%error, "the next start of the run removes it");
-            }
-            Ok(()) | Err(_) => {}
+        if let Err(error) = remove_if_present(&self.path(attempt)) {
+            tracing::warn!(%error, "the next start of the run removes it");
         }
     }
 }
 
-/// The lease of an attempt by its journal, all of which is checked. `None` if the process was killed
-/// before its worker got the episode.
+/// A record as its frame.
+fn framed(
+    used: Duration,
+    described: &Described,
+    arrays: &[u8],
+) -> Result<Vec<u8>, MalformedRecord> {
+    let frame = frame(&encode(used, described, arrays)?);
+    frame.ok_or_else(|| MalformedRecord::from("a record is larger than 4 GiB"))
+}
+
+fn file_name(attempt: AttemptId) -> String {
+    format!("{attempt}{SUFFIX}")
+}
+
+fn remove_if_present(path: &Utf8Path) -> std::io::Result<()> {
+    match fs_err::remove_file(path) {
+        Err(error) if error.kind() != std::io::ErrorKind::NotFound => Err(error),
+        Ok(()) | Err(_) => Ok(()),
+    }
+}
+
+/// The lease of an attempt by its journal, all of which is checked. `None` if it ends before its first
+/// record: the process was killed before the worker got the episode.
 fn lease_in(path: &Utf8Path, attempt: AttemptId) -> Result<Option<LeaseRecord>, TurnJournalError> {
     let damaged = |problem: String| TurnJournalError::Damaged { path: path.to_owned(), problem };
+    if !fs_err::symlink_metadata(path)?.is_file() {
+        return Err(TurnJournalError::NotAFile { path: path.to_owned() });
+    }
     let bytes = fs_err::read(path)?;
-    let (payloads, _) =
-        payloads(&bytes).map_err(|error: DamagedFrame| damaged(error.to_string()))?;
+    let (payloads, _) = payloads(&bytes).map_err(|error| damaged(error.to_string()))?;
     let Some(first) = payloads.first() else { return Ok(None) };
     match decode(first) {
         Ok((_, Described::Taken(taken), _)) if taken.attempt == attempt => Ok(Some(taken.lease)),
         Ok(_) => Err(damaged("it does not begin with its attempt".to_owned())),
         Err(MalformedRecord(problem)) => Err(damaged(problem)),
+    }
+}
+
+/// What the bytes of a journal say.
+#[derive(Debug)]
+struct Contents {
+    taken: TakenRecord,
+    /// Time of the attempt at the last record.
+    used: Duration,
+    /// All records but the first, with their numbers.
+    records: Vec<(usize, ConversationRecord)>,
+    /// See [`forgotten`].
+    forgotten: (Vec<usize>, HashSet<usize>),
+    /// How often the attempt will have been continued.
+    restarts: u32,
+    interned: Interned,
+    /// Number of bytes before a record that was cut.
+    valid: usize,
+}
+
+impl Contents {
+    fn read(bytes: &[u8], shape: &ModelShape) -> Result<Self, MalformedRecord> {
+        let (payloads, valid) = payloads(bytes)?;
+        let parsed = payloads.into_iter().map(decode).collect::<Result<Vec<_>, _>>()?;
+        let Some((_, Described::Taken(taken), _)) = parsed.first() else {
+            return Err(MalformedRecord::from("it does not begin with the attempt"));
+        };
+        let taken = taken.clone();
+        let used = parsed.last().map_or(Duration::ZERO, |(used, ..)| *used);
+        let forgotten = forgotten(parsed.iter().map(|(_, record, _)| record));
+        let (mut records, mut interned, mut restarts) = (Vec::new(), Interned::default(), 1);
+        for (number, (_, described, arrays)) in parsed.into_iter().enumerate() {
+            let record = read(described, arrays, &mut interned, shape).map_err(
+                |MalformedRecord(problem)| MalformedRecord(format!("record {number}: {problem}")),
+            )?;
+            if matches!(record, Some(ConversationRecord::Restarted)) {
+                restarts += 1;
+            }
+            records.extend(record.map(|record| (number, record)));
+        }
+        Ok(Self { taken, used, records, forgotten, restarts, interned, valid })
     }
 }
 
@@ -280,11 +353,10 @@ impl TurnJournal {
             }
         };
         let used = self.used_before + self.began.elapsed();
-        let payload = describe(&mut writer.interned)
-            .and_then(|(described, arrays)| encode(used, &described, &arrays));
-        let written = match payload.map(|payload| frame(&payload)) {
-            Ok(Some(frame)) => writer.file.write_all(&frame).map_err(|error| unwritten(&error)),
-            Ok(None) => Err(unwritten(&"a record is larger than 4 GiB")),
+        let frame = describe(&mut writer.interned)
+            .and_then(|(described, arrays)| framed(used, &described, &arrays));
+        let written = match frame {
+            Ok(frame) => writer.file.write_all(&frame).map_err(|error| unwritten(&error)),
             Err(MalformedRecord(problem)) => Err(unwritten(&problem)),
         };
         if written.is_err() {

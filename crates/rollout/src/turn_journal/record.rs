@@ -1,14 +1,15 @@
 //! Records of a turn journal as bytes: `length of the JSON part u32 | JSON | arrays`, all
 //! little-endian. The JSON part announces the arrays.
 
-use super::interned::{AskRecord, Interned};
-use crate::conversation::{Ask, Unanswered};
-use crate::line::AcceptedCall;
+use super::frames::DamagedFrame;
+use super::interned::{Interned, ReplyRequestRecord};
+use crate::conversation::{ReplyRequest, Unanswered};
 use crate::rows::{CachedRows, JoinedRows};
+use crate::sequence::AcceptedCall;
 use orchestrate_engine::{Finish, Generation, SampledTokens, VersionSpan};
 use orchestrate_gateway::{ErrorCode, LeaseRecord};
 use orchestrate_routing::RoutedRows;
-use orchestrate_types::{AttemptId, ModelShape, PolicyVersion, TokenId};
+use orchestrate_types::{AttemptId, ByteReader, EndsEarly, ModelShape, PolicyVersion, TokenId};
 use serde::{Deserialize, Serialize};
 use std::sync::Arc;
 use std::time::Duration;
@@ -24,6 +25,18 @@ pub(crate) struct MalformedRecord(pub(super) String);
 impl From<&str> for MalformedRecord {
     fn from(problem: &str) -> Self {
         Self(problem.to_owned())
+    }
+}
+
+impl From<DamagedFrame> for MalformedRecord {
+    fn from(error: DamagedFrame) -> Self {
+        Self(error.to_string())
+    }
+}
+
+impl From<EndsEarly> for MalformedRecord {
+    fn from(error: EndsEarly) -> Self {
+        Self(error.to_string())
     }
 }
 
@@ -60,7 +73,7 @@ impl TakenRecord {
 #[derive(Debug, Clone)]
 pub(crate) enum ConversationRecord {
     /// A request began to be sampled.
-    Asked { number: u32, ask: Arc<Ask> },
+    Asked { number: u32, request: Arc<ReplyRequest> },
     /// A reply was stored. Written before any client gets it.
     Replied(RepliedRecord),
     /// A request got no reply, because the prompt or the episode had reached a limit.
@@ -97,7 +110,7 @@ pub(super) enum Described {
     Taken(TakenRecord),
     Asked {
         number: u32,
-        ask: AskRecord,
+        request: ReplyRequestRecord,
         tokens: usize,
     },
     Replied {
@@ -162,8 +175,10 @@ fn micros(time: Duration) -> u64 {
 }
 
 /// The parts of a payload.
-pub(super) fn decode(payload: &[u8]) -> Result<(Duration, Described, Arrays<'_>), MalformedRecord> {
-    let mut parts = Arrays(payload);
+pub(super) fn decode(
+    payload: &[u8],
+) -> Result<(Duration, Described, ByteReader<'_>), MalformedRecord> {
+    let mut parts = ByteReader::new(payload);
     let used = Duration::from_micros(u64::from_le_bytes(parts.array()?));
     let length = u32::from_le_bytes(parts.array()?) as usize;
     let described: Described = serde_json::from_slice(parts.take(length)?)?;
@@ -182,10 +197,10 @@ pub(super) fn describe(
 ) -> Result<(Described, Vec<u8>), MalformedRecord> {
     let mut arrays = Vec::new();
     let described = match record {
-        ConversationRecord::Asked { number, ask } => {
-            let (ask, tokens) = interned.add(ask)?;
+        ConversationRecord::Asked { number, request } => {
+            let (request, tokens) = interned.add(request)?;
             arrays.extend(tokens.iter().flat_map(|id| id.to_le_bytes()));
-            Described::Asked { number: *number, ask, tokens: tokens.len() }
+            Described::Asked { number: *number, request, tokens: tokens.len() }
         }
         ConversationRecord::Replied(RepliedRecord { number, elapsed, contradicts, calls }) => {
             let calls = calls.iter().map(|call| DescribedCall::of(call, &mut arrays)).collect();
@@ -207,15 +222,18 @@ pub(super) fn describe(
 /// The record that was described; `None` for the beginning of the attempt.
 pub(super) fn read(
     described: Described,
-    mut arrays: Arrays<'_>,
+    mut arrays: ByteReader<'_>,
     interned: &mut Interned,
     shape: &ModelShape,
 ) -> Result<Option<ConversationRecord>, MalformedRecord> {
     let record = match described {
         Described::Taken(_) => return Ok(None),
-        Described::Asked { number, ask, tokens } => {
+        Described::Asked { number, request, tokens } => {
             let tokens = arrays.values(tokens, TokenId::from_le_bytes)?;
-            ConversationRecord::Asked { number, ask: Arc::new(interned.read(ask, &tokens)?) }
+            ConversationRecord::Asked {
+                number,
+                request: Arc::new(interned.read(request, &tokens)?),
+            }
         }
         Described::Replied { number, elapsed_us, contradicts, calls } => {
             let calls = calls.into_iter().map(|call| call.read(&mut arrays, shape));
@@ -235,7 +253,7 @@ pub(super) fn read(
         }
         Described::Restarted { .. } => ConversationRecord::Restarted,
     };
-    if !arrays.0.is_empty() {
+    if !arrays.rest().is_empty() {
         return Err("it has bytes after its end".into());
     }
     Ok(Some(record))
@@ -281,7 +299,7 @@ impl DescribedCall {
     /// Reads the call's arrays from the front of `arrays`.
     fn read(
         self,
-        arrays: &mut Arrays<'_>,
+        arrays: &mut ByteReader<'_>,
         shape: &ModelShape,
     ) -> Result<AcceptedCall, MalformedRecord> {
         let span = |(version, start, end)| VersionSpan { version, start, end };
@@ -314,32 +332,5 @@ impl DescribedCall {
         };
         let joined = JoinedRows { held: self.held, cached };
         Ok(AcceptedCall { generation, joined, was_leading: self.was_leading })
-    }
-}
-
-/// Values at the front of a slice.
-pub(super) struct Arrays<'a>(&'a [u8]);
-
-impl<'a> Arrays<'a> {
-    fn take(&mut self, bytes: usize) -> Result<&'a [u8], MalformedRecord> {
-        let (head, rest) = self.0.split_at_checked(bytes).ok_or("it ends too early")?;
-        self.0 = rest;
-        Ok(head)
-    }
-
-    fn array<const N: usize>(&mut self) -> Result<[u8; N], MalformedRecord> {
-        let mut out = [0; N];
-        out.copy_from_slice(self.take(N)?);
-        Ok(out)
-    }
-
-    fn values<T, const N: usize>(
-        &mut self,
-        count: usize,
-        from: fn([u8; N]) -> T,
-    ) -> Result<Vec<T>, MalformedRecord> {
-        let bytes = count.checked_mul(N).ok_or("a length in it is too large")?;
-        let mut piece = Arrays(self.take(bytes)?);
-        (0..count).map(|_| Ok(from(piece.array()?))).collect()
     }
 }

@@ -14,7 +14,7 @@ use std::sync::Arc;
 pub(crate) fn runner(
     engine: Arc<dyn Engine>,
     sandboxes: Arc<dyn SandboxProvider>,
-    (chat, plan): (Arc<ChatModel>, RolloutSettings),
+    (chat, settings): (Arc<ChatModel>, RolloutSettings),
     rules: GradingRules,
 ) -> EpisodeRunner {
     let container_limits = SandboxLimits {
@@ -28,11 +28,11 @@ pub(crate) fn runner(
         engine,
         sandboxes,
         chat,
-        plan: Arc::new(plan),
+        settings: Arc::new(settings),
         container_limits,
         rules,
         agent: None,
-        outside: None,
+        external: None,
         tool_servers: Arc::default(),
         logs: None,
         rows,

@@ -176,7 +176,7 @@ impl Draw {
 
     fn submit(scaffold: Scaffold) -> &'static str {
         match scaffold {
-            Scaffold::Tools | Scaffold::Command | Scaffold::Outside => {
+            Scaffold::Tools | Scaffold::Command | Scaffold::External => {
                 "<tool_call>{\"name\": \"submit\", \"arguments\": {}}</tool_call>"
             }
             Scaffold::R2eXml => {
@@ -194,7 +194,7 @@ impl Draw {
         }
         text.push_str(&self.words(3));
         let call = match scaffold {
-            Scaffold::Tools | Scaffold::Command | Scaffold::Outside => self.tools(),
+            Scaffold::Tools | Scaffold::Command | Scaffold::External => self.tools(),
             Scaffold::R2eXml => self.r2e(),
             Scaffold::Mini => self.mini(),
         };

@@ -59,7 +59,7 @@ struct Played {
     replies: Vec<Reply>,
 }
 
-fn plan(scaffold: Scaffold, history: History) -> RolloutSettings {
+fn settings(scaffold: Scaffold, history: History) -> RolloutSettings {
     let config = RolloutSection {
         scaffold: Some(scaffold),
         history: Some(history),
@@ -73,7 +73,7 @@ fn plan(scaffold: Scaffold, history: History) -> RolloutSettings {
 
 async fn play(
     chat: &Arc<ChatModel>,
-    plan: &RolloutSettings,
+    settings: &RolloutSettings,
     replies: Vec<Reply>,
     seed: u64,
 ) -> Played {
@@ -96,7 +96,7 @@ async fn play(
     let runner = common::runner(
         Arc::clone(&engine) as _,
         Arc::new(sandboxes),
-        (Arc::clone(chat), plan.clone()),
+        (Arc::clone(chat), settings.clone()),
         GradingRules::new(grade_toy),
     );
     let request = EpisodeRequest { seed, ..common::request(toy_task()) };
@@ -137,7 +137,7 @@ impl Checked<'_> {
     /// Texts of the messages in the delta after a turn.
     fn contents(&self, delta: &str) -> Vec<String> {
         let (open, close) = match self.scaffold {
-            Scaffold::Tools | Scaffold::Command | Scaffold::Outside => self.model.tool,
+            Scaffold::Tools | Scaffold::Command | Scaffold::External => self.model.tool,
             Scaffold::R2eXml | Scaffold::Mini => ("<|im_start|>user\n", "<|im_end|>"),
         };
         let parts = delta.split(open).skip(1);
@@ -191,16 +191,16 @@ impl Checked<'_> {
 fn check(
     model: &Model,
     chat: &ChatModel,
-    plan: &RolloutSettings,
+    settings: &RolloutSettings,
     played: &Played,
     seen: &mut Seen,
 ) {
     let Played { report, requests, replies } = played;
-    let opening = plan.opening(&toy_task());
+    let opening = settings.opening(&toy_task());
     let mut checked = Checked {
         model,
         chat,
-        scaffold: plan.scaffold,
+        scaffold: settings.scaffold,
         messages: opening.clone(),
         with_text: opening,
     };
@@ -245,7 +245,7 @@ fn check(
         assert_eq!(next.token_ids[..kept.len()], kept, "turn {turn} of {:?}", report.attempt);
         checked.check_delta(turn, &next.token_ids[kept.len()..], closed, &log.observation);
         seen.unclosed += usize::from(!closed);
-        if plan.history == History::Template && plan.scaffold != Scaffold::Tools {
+        if settings.history == History::Template && settings.scaffold != Scaffold::Tools {
             // The prompt reads as the template renders the whole conversation, except for line ends
             // that share a token with the text after them.
             let delta = checked.messages[checked.with_text.len() + 1..].to_vec();
@@ -286,14 +286,14 @@ fn check(
 async fn conversations(model: &Model, history: History, count: u64) {
     for scaffold in SCAFFOLDS {
         let chat = Arc::new(model.chat(scaffold, history));
-        let plan = plan(scaffold, history);
+        let settings = settings(scaffold, history);
         let mut seen = Seen::default();
         for seed in 0..count {
             let turns = usize::try_from(TURNS).unwrap();
             let (replies, unusual) = Draw::new(seed).replies(&chat, scaffold, turns, model.thinks);
             seen.unusual += unusual;
-            let played = play(&chat, &plan, replies, seed).await;
-            check(model, &chat, &plan, &played, &mut seen);
+            let played = play(&chat, &settings, replies, seed).await;
+            check(model, &chat, &settings, &played, &mut seen);
         }
         eprintln!("{count} conversations with {scaffold:?}, {history:?}: {seen:?}");
         let least = usize::try_from(count / 50).unwrap();

@@ -8,10 +8,10 @@
 mod bounds;
 #[path = "../common/mod.rs"]
 mod common;
+mod external;
 mod faults;
 mod foreign_text;
 mod mcp;
-mod outside;
 mod sharing;
 mod spans;
 mod tools;

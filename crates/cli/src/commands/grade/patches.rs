@@ -131,7 +131,7 @@ fn chosen(args: &GradeArgs) -> anyhow::Result<Vec<Prediction>> {
 fn outcome_of(task: &Task, report: &Value) -> Option<Outcome> {
     let resolved = match task.origin {
         Origin::SweBench(_) => report.get(task.id.as_str())?.get("resolved")?.as_bool()?,
-        Origin::R2e | Origin::Files | Origin::Outside(_) | Origin::Harbor(_) => {
+        Origin::R2e | Origin::Files | Origin::External(_) | Origin::Harbor(_) => {
             report.get("reward")?.as_f64()? > 0.5
         }
     };

@@ -99,7 +99,7 @@ pub(super) async fn run(source: &ConfigSource, as_json: bool) -> anyhow::Result<
         }
     };
     let mut forecast = forecast(&settings, shape.as_ref(), tasks, notes);
-    if settings.rollout.scaffold == Scaffold::Outside {
+    if settings.rollout.scaffold == Scaffold::External {
         forecast.images = None;
     } else if let Some(images) = images {
         add_images(&images, &settings, &mut forecast).await;
@@ -171,9 +171,9 @@ fn forecast(
     let wanted = if of_files { in_flight } else { 2 * in_flight };
     let sandbox = &settings.sandbox;
     // External episodes have no containers.
-    let is_outside = rollout.scaffold == Scaffold::Outside;
-    let containers = if is_outside { 0 } else { (sandbox.capacity() as u64).min(wanted) };
-    let hosts = if is_outside { Vec::new() } else { sandbox.docker_hosts() };
+    let is_external = rollout.scaffold == Scaffold::External;
+    let containers = if is_external { 0 } else { (sandbox.capacity() as u64).min(wanted) };
+    let hosts = if is_external { Vec::new() } else { sandbox.docker_hosts() };
     let docker_hosts = hosts.into_iter().map(|host| {
         let max_containers = sandbox.on(&host).max_containers as u64;
         let memory_bytes = max_containers.min(wanted) * sandbox.memory.0;

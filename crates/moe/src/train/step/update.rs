@@ -61,7 +61,7 @@ impl Tally {
 }
 
 /// Loss of one sequence, including the value head.
-struct Terms {
+struct SequenceTerms {
     policy: SequenceLoss<f32>,
     value_loss: f64,
     value_gradient: Vec<f32>,
@@ -157,7 +157,12 @@ impl Base<'_> {
         Ok(outputs)
     }
 
-    fn terms(&self, output: &SequenceOutput<f32>, shift: Option<&[f64]>, totals: Totals) -> Terms {
+    fn terms(
+        &self,
+        output: &SequenceOutput<f32>,
+        shift: Option<&[f64]>,
+        totals: Totals,
+    ) -> SequenceTerms {
         let tokens = self.tokens(output, shift);
         let policy = Objective::new(self.settings, totals).sequence(tokens);
         let (mut value_loss, mut value_gradient) = (0.0, Vec::new());
@@ -174,7 +179,7 @@ impl Base<'_> {
                 *slot = to_f32(h.value_coefficient * weight * slope);
             }
         }
-        Terms { policy, value_loss, value_gradient }
+        SequenceTerms { policy, value_loss, value_gradient }
     }
 
     /// Router-shift weights of a sequence's tokens, at least the floor. Token `p` has the weight of

@@ -15,9 +15,9 @@ use super::sampler::{ConversationSampler, MODEL, PLACES};
 use crate::api::EpisodeRequest;
 use crate::config::RolloutSection;
 use crate::conversation::{Conversation, ForkCause};
-use crate::line::Calls;
 use crate::prefill::PrefillLeaders;
 use crate::rows::RowSharing;
+use crate::sequence::EpisodeContext;
 use camino::Utf8Path;
 use draw::{Agent, Question};
 use model::chat;
@@ -38,10 +38,10 @@ use workers::{Call, Log, ROW_SHIFT, fleet};
 
 /// A conversation over `engine`, and a client of its gateway.
 fn conversation(engine: Arc<dyn Engine>) -> (Arc<Conversation>, Client) {
-    let plan = RolloutSection { max_turns: Some(10_000), ..RolloutSection::default() };
-    let plan = plan.check().unwrap();
-    let limits = plan.limits(engine.shape().context);
-    let mut calls = Calls {
+    let section = RolloutSection { max_turns: Some(10_000), ..RolloutSection::default() };
+    let settings = section.check().unwrap();
+    let limits = settings.limits(engine.shape().context);
+    let mut context = EpisodeContext {
         request: EpisodeRequest {
             run: "01900000-0000-7000-8000-000000000000".parse().unwrap(),
             epoch: 1,
@@ -54,15 +54,15 @@ fn conversation(engine: Arc<dyn Engine>) -> (Arc<Conversation>, Client) {
         },
         engine,
         chat: chat(),
-        plan: Arc::new(plan),
+        settings: Arc::new(settings),
         sharing: RowSharing::default(),
         leaders: PrefillLeaders::default(),
         stop: CancellationToken::new(),
         deadline: None,
         restarts: 0,
     };
-    calls.start_clock(Duration::from_hours(1));
-    let conversation = Arc::new(Conversation::new(calls, limits));
+    context.start_clock(Duration::from_hours(1));
+    let conversation = Arc::new(Conversation::new(context, limits));
     let sampler = Arc::new(ConversationSampler {
         conversation: Arc::clone(&conversation),
         model: MODEL.to_owned(),

@@ -252,7 +252,7 @@ pub(super) fn fleet(log: &Arc<Log>) -> Fleet {
     let options = FleetOptions {
         max_in_flight: 64,
         probe_interval: Duration::from_millis(5),
-        away_timeout: Duration::from_mins(2),
+        out_of_service_timeout: Duration::from_mins(2),
     };
     Fleet::start((0..WORKERS).map(worker).collect(), options).unwrap()
 }

@@ -1,4 +1,4 @@
-"""An external agent that uses only httpx: the protocol of docs/src/agents-outside.md.
+"""An external agent that uses only httpx: the protocol of docs/src/agents-external.md.
 
 It answers each task of `rows.jsonl` with one request, and is rewarded for a short reply.
 """

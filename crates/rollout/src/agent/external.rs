@@ -10,18 +10,18 @@
 //! policy's result with reward 0, so that neither earns another attempt. Before its first reply the
 //! policy cannot be the cause, so every failure breaks the attempt.
 
-use super::config::Outside;
+use super::config::ExternalWorkers;
 use super::sampler::{ConversationSampler, MODEL, PLACES};
 use crate::api::EpisodeRequest;
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
 use crate::failure::failed;
-use crate::line::Calls;
 use crate::machine::{EpisodeEvent, EpisodeLimits};
 use crate::offload;
+use crate::sequence::EpisodeContext;
 use crate::turn_journal::{ResumedJournal, TakenRecord, TurnJournalError};
 use orchestrate_gateway::{
-    FailureKind, LeaseRecord, Offer, OfferEnd, Offers, RestoredLease, Sampler, Terms,
+    FailureKind, LeaseRecord, Offer, OfferEnd, OfferedAttempt, Offers, RestoredLease, Sampler,
 };
 use orchestrate_tasks::{Origin, Task};
 use orchestrate_types::{Limit, Stage};
@@ -32,18 +32,18 @@ use tokio::time::Instant;
 
 impl Attempt {
     /// Offers the episode, and waits until a worker has returned it.
-    #[tracing::instrument(name = "outside", skip_all)]
-    pub(crate) async fn run_outside(
+    #[tracing::instrument(name = "external", skip_all)]
+    pub(crate) async fn run_external(
         &mut self,
-        outside: &Outside,
+        external: &ExternalWorkers,
         limits: EpisodeLimits,
     ) -> EpisodeEvent {
-        let mut unfinished = outside.journals.take_unfinished(self.calls.request.attempt);
+        let mut unfinished = external.journals.take_unfinished(self.context.request.attempt);
         loop {
             let offered = Instant::now();
             let begun = match unfinished.take() {
-                Some(lease) => self.restored(outside, limits, lease).await,
-                None => self.taken(outside, limits).await,
+                Some(lease) => self.restored(external, limits, lease).await,
+                None => self.taken(external, limits).await,
             };
             let (mut offer, conversation) = match begun {
                 Ok(begun) => begun,
@@ -52,7 +52,7 @@ impl Attempt {
             let _end = EndOnDrop(Arc::clone(&conversation));
             self.timings.setup_s += offered.elapsed().as_secs_f64();
             let started = Instant::now();
-            let stop = self.calls.stop.clone();
+            let stop = self.context.stop.clone();
             let end = tokio::select! {
                 biased;
                 end = offer.ended() => Some(end),
@@ -76,12 +76,12 @@ impl Attempt {
     /// Offers the episode until a worker takes it.
     async fn taken(
         &self,
-        outside: &Outside,
+        external: &ExternalWorkers,
         limits: EpisodeLimits,
     ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
         let (began, conversation) = oneshot::channel();
-        let offer = outside.offers.offer(self.terms(outside, limits, began));
-        let stop = self.calls.stop.clone();
+        let offer = external.offers.offer(self.offered_attempt(external, limits, began));
+        let stop = self.context.stop.clone();
         let conversation = tokio::select! {
             biased;
             () = stop.cancelled() => return Err(EpisodeEvent::StopRequested),
@@ -97,58 +97,59 @@ impl Attempt {
     /// Continues the episode that a worker took from an earlier process.
     async fn restored(
         &self,
-        outside: &Outside,
+        external: &ExternalWorkers,
         limits: EpisodeLimits,
         lease: LeaseRecord,
     ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
         // Requests wait until it is restored, or until it is known that it never will be.
-        let _settled = ForgetOnDrop { offers: &outside.offers, lease: lease.clone() };
-        let mut calls = self.calls.clone();
-        let EpisodeRequest { attempt, .. } = calls.request;
+        let _settled = ForgetOnDrop { offers: &external.offers, lease: lease.clone() };
+        let mut context = self.context.clone();
+        let EpisodeRequest { attempt, .. } = context.request;
         let problem = |error: &dyn std::fmt::Display| failed(Stage::Setup, error);
-        let (journals, shape) = (Arc::clone(&outside.journals), self.calls.engine.shape().clone());
+        let (journals, shape) =
+            (Arc::clone(&external.journals), self.context.engine.shape().clone());
         let read = offload::run(move || journals.resume(attempt, &shape)).await;
         let resumed = read.map_err(|error| problem(&error))?.map_err(|error| problem(&error))?;
         let ResumedJournal { journal, taken, used, restarts, records } = resumed;
-        if taken.settings != settings_of(&calls, limits) {
+        if taken.settings != settings_of(&context, limits) {
             let what = "the episode began with other settings, so it cannot be continued";
             return Err(failed(Stage::Setup, what));
         }
-        calls.request.policy_version = taken.policy_version;
-        calls.restarts = restarts;
-        let time = calls.plan.episode_timeout.0;
-        calls.start_clock(time.saturating_sub(used));
-        let conversation = Arc::new(Conversation::new(calls, limits));
+        context.request.policy_version = taken.policy_version;
+        context.restarts = restarts;
+        let time = context.settings.episode_timeout.0;
+        context.start_clock(time.saturating_sub(used));
+        let conversation = Arc::new(Conversation::new(context, limits));
         if let Err(error) = conversation.replay(records).await {
             conversation.finish();
             return Err(failed(Stage::Setup, format!("the turns of {attempt}: {error}")));
         }
         conversation.record_in(journal);
-        let time = time.saturating_add(outside.grace);
-        let offer = outside.offers.restore(RestoredLease {
+        let time = time.saturating_add(external.grace);
+        let offer = external.offers.restore(RestoredLease {
             attempt,
             record: lease,
             time,
             left: time.saturating_sub(used),
-            sampler: sampler(Arc::clone(&conversation), self.calls.plan.show_tools),
+            sampler: sampler(Arc::clone(&conversation), self.context.settings.show_tools),
         });
         Ok((offer, conversation))
     }
 
-    fn terms(
+    fn offered_attempt(
         &self,
-        outside: &Outside,
+        external: &ExternalWorkers,
         limits: EpisodeLimits,
         began: oneshot::Sender<Result<Arc<Conversation>, TurnJournalError>>,
-    ) -> Terms {
-        let mut calls = self.calls.clone();
-        let time = calls.plan.episode_timeout.0;
-        let task = shown(&calls.request.task, &self.prompt());
-        let journals = Arc::clone(&outside.journals);
+    ) -> OfferedAttempt {
+        let mut context = self.context.clone();
+        let time = context.settings.episode_timeout.0;
+        let task = shown(&context.request.task, &self.prompt());
+        let journals = Arc::clone(&external.journals);
         let begin = move |lease: &LeaseRecord| -> Option<Arc<dyn Sampler>> {
-            calls.start_clock(time);
-            let EpisodeRequest { attempt, policy_version, .. } = calls.request;
-            let settings = settings_of(&calls, limits);
+            context.start_clock(time);
+            let EpisodeRequest { attempt, policy_version, .. } = context.request;
+            let settings = settings_of(&context, limits);
             let taken = TakenRecord::new(attempt, lease.clone(), policy_version, settings);
             let journal = match journals.create(taken) {
                 Ok(journal) => journal,
@@ -157,23 +158,23 @@ impl Attempt {
                     return None;
                 }
             };
-            let show_tools = calls.plan.show_tools;
-            let conversation = Arc::new(Conversation::new(calls, limits));
+            let show_tools = context.settings.show_tools;
+            let conversation = Arc::new(Conversation::new(context, limits));
             conversation.record_in(journal);
             // Fails only if the attempt is over; then the lease ends at once.
             let _ = began.send(Ok(Arc::clone(&conversation)));
             Some(sampler(conversation, show_tools))
         };
-        Terms {
-            attempt: self.calls.request.attempt,
+        OfferedAttempt {
+            attempt: self.context.request.attempt,
             task,
-            time: time.saturating_add(outside.grace),
+            time: time.saturating_add(external.grace),
             begin: Box::new(begin),
         }
     }
 
     fn prompt(&self) -> String {
-        let opening = self.calls.plan.opening(&self.calls.request.task);
+        let opening = self.context.settings.opening(&self.context.request.task);
         opening.last().map_or_else(String::new, |message| message.content.clone())
     }
 
@@ -258,9 +259,9 @@ fn sampler(conversation: Arc<Conversation>, show_tools: bool) -> Arc<dyn Sampler
 }
 
 /// Digest of what the tokens of an attempt depend on, besides its requests and the policy.
-fn settings_of(calls: &Calls, limits: EpisodeLimits) -> [u8; 32] {
-    let EpisodeRequest { task, seed, temperature, want_routing, .. } = &calls.request;
-    let parts = (task.id.as_str(), seed, temperature, want_routing, calls.plan.top_p, limits);
+fn settings_of(context: &EpisodeContext, limits: EpisodeLimits) -> [u8; 32] {
+    let EpisodeRequest { task, seed, temperature, want_routing, .. } = &context.request;
+    let parts = (task.id.as_str(), seed, temperature, want_routing, context.settings.top_p, limits);
     *blake3::hash(format!("{parts:?}").as_bytes()).as_bytes()
 }
 
@@ -291,7 +292,7 @@ fn shown(task: &Task, prompt: &str) -> Value {
         .map(|file| (file.path.clone(), Value::from(file.content.as_str())))
         .collect();
     let row = match &task.origin {
-        Origin::Outside(columns) => Value::Object(columns.as_ref().clone()),
+        Origin::External(columns) => Value::Object(columns.as_ref().clone()),
         Origin::Files | Origin::R2e | Origin::SweBench(_) | Origin::Harbor(_) => json!({}),
     };
     json!({

@@ -50,7 +50,7 @@ impl fmt::Debug for RestoredLease {
 }
 
 /// An attempt as it is offered to workers.
-pub struct Terms {
+pub struct OfferedAttempt {
     /// The attempt.
     pub attempt: AttemptId,
     /// The part of its task that the worker sees: a JSON object.
@@ -61,9 +61,9 @@ pub struct Terms {
     pub begin: Begin,
 }
 
-impl fmt::Debug for Terms {
+impl fmt::Debug for OfferedAttempt {
     fn fmt(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
-        out.debug_struct("Terms").field("attempt", &self.attempt).finish_non_exhaustive()
+        out.debug_struct("OfferedAttempt").field("attempt", &self.attempt).finish_non_exhaustive()
     }
 }
 

@@ -7,7 +7,7 @@
 //! reply, used the connection again, or closed it with everything read. So it does while the connection
 //! is open, because clients that sample several times do so in parallel.
 
-use super::AskError;
+use super::ReplyError;
 use super::live::LiveText;
 use crate::api::Message;
 use orchestrate_engine::Finish;
@@ -70,14 +70,14 @@ impl SampledReply {
     }
 }
 
-pub(super) type Answer = Result<Arc<SampledReply>, AskError>;
+pub(super) type Answer = Result<Arc<SampledReply>, ReplyError>;
 
 /// A future of an answer.
 pub(super) type Waiting = Pin<Box<dyn Future<Output = Answer> + Send>>;
 
 /// A request that is being answered, or was.
 #[derive(Debug)]
-pub(super) struct Served {
+pub(super) struct PendingReply {
     answer: watch::Sender<Option<Answer>>,
     /// The clients that asked for it, as long as they wait.
     clients: Mutex<Vec<Weak<Client>>>,
@@ -89,7 +89,7 @@ pub(super) struct Served {
 #[derive(Debug)]
 pub(super) struct Client;
 
-impl Served {
+impl PendingReply {
     /// Gives the answer to everyone who waits or comes later.
     pub(super) fn answer(&self, answer: Answer) {
         self.answer.send_replace(Some(answer));
@@ -109,7 +109,7 @@ impl Served {
         let mut answer = self.answer.subscribe();
         Box::pin(async move {
             let answered = answer.wait_for(Option::is_some).await.map(|answer| answer.clone());
-            let gone = || Err(AskError::Ended("the episode has ended".to_owned()));
+            let gone = || Err(ReplyError::Ended("the episode has ended".to_owned()));
             answered.ok().flatten().unwrap_or_else(gone)
         })
     }
@@ -122,41 +122,41 @@ impl Served {
 }
 
 /// Answers a request with an error if nothing else has answered it when this is dropped.
-pub(super) struct AnswerAtEnd(pub(super) Arc<Served>);
+pub(super) struct AnswerOnDrop(pub(super) Arc<PendingReply>);
 
-impl Drop for AnswerAtEnd {
+impl Drop for AnswerOnDrop {
     fn drop(&mut self) {
         if self.0.answer.borrow().is_none() {
-            self.0.answer(Err(AskError::Failed("sampling ended unexpectedly".to_owned())));
+            self.0.answer(Err(ReplyError::Failed("sampling ended unexpectedly".to_owned())));
         }
     }
 }
 
 /// The requests of a conversation by content.
 #[derive(Debug, Default)]
-pub(super) struct Receipts {
-    by_content: HashMap<[u8; 32], Vec<Arc<Served>>>,
+pub(super) struct PendingReplies {
+    by_content: HashMap<[u8; 32], Vec<Arc<PendingReply>>>,
     /// Numbers of the replies that a request has continued.
     continued: HashSet<u32>,
 }
 
-impl Receipts {
+impl PendingReplies {
     /// The latest answer that a request with this content is owed.
-    pub(super) fn find(&self, content: [u8; 32], repeats: bool) -> Option<Arc<Served>> {
-        let served = self.by_content.get(&content)?;
-        let is_owed = |served: &&Arc<Served>| match &*served.answer.borrow() {
-            None => repeats || !served.is_awaited(),
+    pub(super) fn find(&self, content: [u8; 32], repeats: bool) -> Option<Arc<PendingReply>> {
+        let pending = self.by_content.get(&content)?;
+        let is_owed = |pending: &&Arc<PendingReply>| match &*pending.answer.borrow() {
+            None => repeats || !pending.is_awaited(),
             Some(Ok(reply)) => {
                 repeats || (reply.is_owed() && !self.continued.contains(&reply.number))
             }
             Some(Err(_)) => false,
         };
-        served.iter().rev().find(is_owed).cloned()
+        pending.iter().rev().find(is_owed).cloned()
     }
 
     /// Whether an agent saw an error because an engine call failed, and has not got the reply since.
     pub(super) fn has_cut_off(&self) -> bool {
-        self.by_content.values().flatten().any(|served| match &*served.answer.borrow() {
+        self.by_content.values().flatten().any(|pending| match &*pending.answer.borrow() {
             Some(Ok(reply)) => reply.contradicts && !reply.was_sent(),
             Some(Err(_)) | None => false,
         })
@@ -169,18 +169,22 @@ impl Receipts {
 
     /// Tells everyone who still waits that nothing is coming.
     pub(super) fn close(&mut self) {
-        for served in self.by_content.drain().flat_map(|(_, served)| served) {
-            if served.answer.borrow().is_none() {
-                served.answer(Err(AskError::Ended("the episode has ended".to_owned())));
+        for pending in self.by_content.drain().flat_map(|(_, pending)| pending) {
+            if pending.answer.borrow().is_none() {
+                pending.answer(Err(ReplyError::Ended("the episode has ended".to_owned())));
             }
         }
     }
 
     /// Notes a request that will be answered.
-    pub(super) fn open(&mut self, content: [u8; 32], live: Option<Arc<LiveText>>) -> Arc<Served> {
+    pub(super) fn open(
+        &mut self,
+        content: [u8; 32],
+        live: Option<Arc<LiveText>>,
+    ) -> Arc<PendingReply> {
         let (answer, clients) = (watch::Sender::new(None), Mutex::default());
-        let served = Arc::new(Served { answer, clients, live });
-        self.by_content.entry(content).or_default().push(Arc::clone(&served));
-        served
+        let pending = Arc::new(PendingReply { answer, clients, live });
+        self.by_content.entry(content).or_default().push(Arc::clone(&pending));
+        pending
     }
 }

@@ -1,7 +1,7 @@
-//! A line: one sequence of tokens that grows by text of the environment and by sampled replies, and
+//! A sequence: one sequence of tokens that grows by text of the environment and by sampled replies, and
 //! the engine calls that sample them.
 //!
-//! A built-in scaffold has one line per attempt; an agent that talks to the gateway has one for each
+//! A built-in scaffold has one sequence per attempt; an agent that talks to the gateway has one for each
 //! branch of its conversation. Both sample here, so tokens, rows and records are made in one way.
 
 use crate::api::{EpisodeBranch, EpisodeRequest, RowCounts};
@@ -45,23 +45,23 @@ const MAX_PAUSE: Duration = Duration::from_secs(30);
 /// The engine's reply is in a different form than the prompt.
 const MESSAGE_MISMATCH: &str = "a message in reply to tokens, or tokens in reply to a message";
 
-/// What all lines of an attempt share.
+/// What all sequences of an attempt share.
 #[derive(Debug, Clone)]
-pub(crate) struct Calls {
+pub(crate) struct EpisodeContext {
     pub(crate) request: EpisodeRequest,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) chat: Arc<ChatModel>,
-    pub(crate) plan: Arc<RolloutSettings>,
+    pub(crate) settings: Arc<RolloutSettings>,
     pub(crate) sharing: RowSharing,
     pub(crate) leaders: PrefillLeaders,
     pub(crate) stop: CancellationToken,
     /// End of the agent's time; `None` before it has started.
     pub(crate) deadline: Option<Instant>,
-    /// How often the attempt was continued after its process was killed.
+    /// Number of times that the attempt was continued after its process was killed.
     pub(crate) restarts: u32,
 }
 
-impl Calls {
+impl EpisodeContext {
     /// Starts the time limit of the agent.
     pub(crate) fn start_clock(&mut self, time: Duration) {
         self.deadline = Some(Instant::now() + time);
@@ -77,17 +77,24 @@ impl Calls {
     }
 }
 
-/// What tells the generations of an attempt apart.
+/// Identifies a generation within its attempt.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct GenerationId {
-    /// Number of replies before it on its line. It decides the seed.
+    /// Number of replies before it on its sequence. It decides the seed.
     pub(crate) turn: u32,
-    /// Number of earlier generations of the attempt, on all lines: no two share a request id.
+    /// Number of earlier generations of the attempt, on all sequences: no two share a request id.
     pub(crate) ordinal: u32,
     /// Number of earlier generations with the same prompt, which must not repeat their tokens.
     pub(crate) repetition: u32,
+}
+
+/// Which part of a turn an engine call samples.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct TurnPart {
     /// Maximum number of tokens to sample.
     pub(crate) max_new_tokens: usize,
+    /// Whether it continues a reply that was aborted.
+    pub(crate) resumed: bool,
 }
 
 /// A reply that was stored.
@@ -104,7 +111,7 @@ pub(crate) struct Sampled {
     pub(crate) cached_tokens: usize,
 }
 
-/// An engine call whose reply was accepted, with what accepting it depended on. A line that gets the same
+/// An engine call whose reply was accepted, with what accepting it depended on. A sequence that gets the same
 /// calls again has the same tokens, rows and counters.
 #[derive(Debug, Clone)]
 pub(crate) struct AcceptedCall {
@@ -112,7 +119,7 @@ pub(crate) struct AcceptedCall {
     pub(crate) generation: Generation,
     /// What its rows joined.
     pub(crate) joined: JoinedRows,
-    /// Whether the line was the first of its group to sample.
+    /// Whether the sequence was the first of its group to sample.
     pub(crate) was_leading: bool,
 }
 
@@ -131,9 +138,9 @@ pub(crate) enum NoReply {
 
 /// One sequence of tokens under construction.
 #[derive(Debug)]
-pub(crate) struct Line {
+pub(crate) struct Sequence {
     session: Arc<Session>,
-    /// If this line is the first of its group to sample: held until its first reply is stored.
+    /// If this sequence is the first of its group to sample: held until its first reply is stored.
     leading: Option<PrefillLeader>,
     pub(crate) buffer: TokenBuffer,
     /// The conversation in messages, for an engine that takes messages. The buffer then has the
@@ -192,7 +199,7 @@ impl Drop for Session {
     }
 }
 
-/// Prompt tokens of a line, summed over its generations.
+/// Prompt tokens of a sequence, summed over its generations.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct Counters {
     pub(crate) prompt: u64,
@@ -209,9 +216,9 @@ impl std::ops::AddAssign for Counters {
     }
 }
 
-/// A finished line.
+/// A finished sequence.
 #[derive(Debug)]
-pub(crate) struct FinishedLine {
+pub(crate) struct FinishedSequence {
     /// Its tokens and rows; `None` without a reply.
     pub(crate) branch: Option<EpisodeBranch>,
     /// Why its routing mask is missing.
@@ -220,19 +227,19 @@ pub(crate) struct FinishedLine {
     pub(crate) counters: Counters,
 }
 
-impl Line {
-    /// An empty line. `branch` is its number in the attempt, from 0.
-    pub(crate) fn new(calls: &Calls, branch: usize) -> Self {
-        let EpisodeRequest { run, want_routing, policy_version, .. } = calls.request;
+impl Sequence {
+    /// An empty sequence. `branch` is its number in the attempt, from 0.
+    pub(crate) fn new(context: &EpisodeContext, branch: usize) -> Self {
+        let EpisodeRequest { run, want_routing, policy_version, .. } = context.request;
         let (mut rows, mut routing_problem) = (None, None);
         if want_routing {
-            match EpisodeRows::new(calls.shape(), run.to_string(), calls.sharing.clone()) {
+            match EpisodeRows::new(context.shape(), run.to_string(), context.sharing.clone()) {
                 Ok(new) => rows = Some(new),
                 Err(error) => routing_problem = Some(error.to_string()),
             }
         }
         Self {
-            session: Arc::new(Session::new(calls, branch)),
+            session: Arc::new(Session::new(context, branch)),
             leading: None,
             buffer: TokenBuffer::default(),
             dialogue: None,
@@ -250,26 +257,26 @@ impl Line {
         }
     }
 
-    /// A line that starts with the first `tokens` tokens of this one, which are the end of a reply or 0,
-    /// and with their rows. Their loss stays with this line.
-    pub(crate) fn branch(&self, calls: &Calls, branch: usize, tokens: usize) -> Self {
+    /// A sequence that starts with the first `tokens` tokens of this one, which are the end of a reply or 0,
+    /// and with their rows. Their loss stays with this sequence.
+    pub(crate) fn branch(&self, context: &EpisodeContext, branch: usize, tokens: usize) -> Self {
         let buffer = self.buffer.branch(tokens);
         Self {
             buffer,
             rows: self.rows.as_ref().map(|rows| rows.branch(tokens, self.version)),
-            ..self.empty(calls, branch)
+            ..self.empty(context, branch)
         }
     }
 
-    /// A line without tokens, which has the rows of its first `common` tokens from this one.
-    pub(crate) fn sibling(&self, calls: &Calls, branch: usize, common: usize) -> Self {
+    /// A sequence without tokens, which has the rows of its first `common` tokens from this one.
+    pub(crate) fn sibling(&self, context: &EpisodeContext, branch: usize, common: usize) -> Self {
         let rows = self.rows.as_ref().map(|rows| rows.branch(common, self.version));
-        Self { rows, ..self.empty(calls, branch) }
+        Self { rows, ..self.empty(context, branch) }
     }
 
-    fn empty(&self, calls: &Calls, branch: usize) -> Self {
+    fn empty(&self, context: &EpisodeContext, branch: usize) -> Self {
         Self {
-            session: Arc::new(Session::new(calls, branch)),
+            session: Arc::new(Session::new(context, branch)),
             leading: None,
             buffer: TokenBuffer::default(),
             dialogue: None,
@@ -287,7 +294,7 @@ impl Line {
         }
     }
 
-    /// A copy to sample with. If sampling is dropped half-way, this line is as it was.
+    /// A copy to sample with. If sampling is dropped half-way, this sequence is as it was.
     pub(crate) fn copy(&self) -> Self {
         Self {
             session: Arc::clone(&self.session),
@@ -308,8 +315,8 @@ impl Line {
         }
     }
 
-    /// Whether the rows of `parent` are this line's first ones, and have not been fetched again since
-    /// this line branched from it.
+    /// Whether the rows of `parent` are this sequence's first ones, and have not been fetched again since
+    /// this sequence branched from it.
     pub(crate) fn has_rows_of(&self, parent: &Self) -> bool {
         match (&self.rows, &parent.rows) {
             (Some(rows), Some(parent)) => rows.begin_with(parent),
@@ -333,31 +340,33 @@ impl Line {
         self.version
     }
 
-    /// Samples one reply to the line's prompt, or continues one that was aborted, and stores it.
+    /// Samples one reply to the sequence's prompt, or continues one that was aborted, and stores it.
     pub(crate) async fn sample(
         &mut self,
-        calls: &Calls,
+        context: &EpisodeContext,
         id: GenerationId,
-        resumed: bool,
+        part: TurnPart,
     ) -> Result<Sampled, NoReply> {
-        if let (true, Some(problem)) = (calls.request.want_routing, &self.routing_problem) {
+        if let (true, Some(problem)) = (context.request.want_routing, &self.routing_problem) {
             return Err(NoReply::Failed(problem.clone()));
         }
-        if !resumed {
+        if !part.resumed {
             self.tries = 0;
         }
         let (reply, was_leading) = match &mut self.replayed {
             Some(replayed) => {
                 let call = replayed.pop_front();
-                self.replay(calls, call)?
+                self.replay(context, call)?
             }
-            None if calls.stop.is_cancelled() => return Err(NoReply::Stopped),
-            None => (self.try_generate(calls, id).await?, self.leading.is_some()),
+            None if context.stop.is_cancelled() => return Err(NoReply::Stopped),
+            None => {
+                (self.try_generate(context, id, part.max_new_tokens).await?, self.leading.is_some())
+            }
         };
         let (generation, message_text) = match reply {
             Reply::Tokens(generation) => (generation, None),
             Reply::Message(reply) => {
-                let (generation, text) = self.record_message(calls, reply)?;
+                let (generation, text) = self.record_message(context, reply)?;
                 (generation, Some(text))
             }
         };
@@ -389,32 +398,37 @@ impl Line {
         Ok(Sampled { finish, tokens, resumed, message_text, cached_tokens })
     }
 
-    async fn try_generate(&mut self, calls: &Calls, id: GenerationId) -> Result<Reply, NoReply> {
-        let Some(deadline) = calls.deadline else {
+    async fn try_generate(
+        &mut self,
+        context: &EpisodeContext,
+        id: GenerationId,
+        max_new_tokens: usize,
+    ) -> Result<Reply, NoReply> {
+        let Some(deadline) = context.deadline else {
             return Err(NoReply::Failed("the episode's time limit was not started".to_owned()));
         };
         if self.buffer.is_empty() && self.tries == 0 {
             let prompt = self.buffer.prompt_for_turn();
-            self.open_session(calls, &prompt).await;
+            self.open_session(context, &prompt).await;
         }
         let (mut tries, mut pauses, mut routing_failures) = (0, 0, 0);
         loop {
-            if calls.stop.is_cancelled() {
+            if context.stop.is_cancelled() {
                 return Err(NoReply::Stopped);
             }
-            if calls.remaining().is_zero() {
+            if context.remaining().is_zero() {
                 return Err(NoReply::TimeUp);
             }
             let prompt = self.buffer.prompt_for_turn();
-            let request = self.engine_request(calls, id, prompt);
+            let request = self.engine_request(context, id, max_new_tokens, prompt);
             self.tries += 1;
             tries += 1;
             // The request has a deadline, too; this one is for an engine that ignores it.
-            let Ok(result) = timeout_at(deadline, calls.engine.generate(request)).await else {
+            let Ok(result) = timeout_at(deadline, context.engine.generate(request)).await else {
                 return Err(NoReply::TimeUp);
             };
             let (error, retry) = match result {
-                Ok(mut reply) => match self.accept_recorded(&calls.chat, &mut reply) {
+                Ok(mut reply) => match self.accept_recorded(&context.chat, &mut reply) {
                     Ok(()) => return Ok(reply),
                     Err(Refusal::Reply(problem)) => (problem, Retry::Now),
                     Err(Refusal::Routing(problem)) => {
@@ -445,8 +459,8 @@ impl Line {
                     pauses += 1;
                     tokio::select! {
                         biased;
-                        () = calls.stop.cancelled() => {}
-                        () = tokio::time::sleep(time.min(calls.remaining())) => {}
+                        () = context.stop.cancelled() => {}
+                        () = tokio::time::sleep(time.min(context.remaining())) => {}
                     }
                 }
             }
@@ -457,7 +471,7 @@ impl Line {
     /// the whole turn as text.
     fn record_message(
         &mut self,
-        calls: &Calls,
+        context: &EpisodeContext,
         reply: MessageReply,
     ) -> Result<(Generation, String), NoReply> {
         let failed = |error: &dyn std::fmt::Display| NoReply::Failed(error.to_string());
@@ -468,9 +482,9 @@ impl Line {
             dialogue.count(CountedPrompt { estimated: self.buffer.prompt_len(), reported });
         }
         let TurnText { text, kept } = dialogue.push_turn(reply.message);
-        let mut output_ids = calls.chat.encode(&kept).map_err(|error| failed(&error))?;
+        let mut output_ids = context.chat.encode(&kept).map_err(|error| failed(&error))?;
         if reply.finish == Finish::Stop {
-            output_ids.push(calls.chat.end_of_turn());
+            output_ids.push(context.chat.end_of_turn());
         }
         let end = output_ids.len();
         let span = VersionSpan { version: self.version, start: 0, end };
@@ -488,17 +502,17 @@ impl Line {
 
     /// Before the first call: opens the session, waits for the first attempt of the group or becomes
     /// it, and takes the rows that are cached for this prompt.
-    async fn open_session(&mut self, calls: &Calls, prompt: &[TokenId]) {
-        let engine = &calls.engine;
-        let group = calls.request.attempt.episode.group;
-        self.announce_session(calls, prompt);
+    async fn open_session(&mut self, context: &EpisodeContext, prompt: &[TokenId]) {
+        let engine = &context.engine;
+        let group = context.request.attempt.episode.group;
+        self.announce_session(context, prompt);
         let worker = engine.worker_of(&self.session.name);
         let key = PrefillKey { group, version: self.version, worker };
-        let patience = calls.plan.follow_wait.0.min(calls.remaining());
+        let patience = context.settings.follow_wait.0.min(context.remaining());
         let part = tokio::select! {
             biased;
-            () = calls.stop.cancelled() => PrefillRole::Alone,
-            part = calls.leaders.join(key, patience) => part,
+            () = context.stop.cancelled() => PrefillRole::Alone,
+            part = context.leaders.join(key, patience) => part,
         };
         match part {
             PrefillRole::Leader(leading) => self.leading = Some(leading),
@@ -512,9 +526,9 @@ impl Line {
         }
     }
 
-    fn announce_session(&self, calls: &Calls, prompt: &[TokenId]) {
-        let EpisodeRequest { run, attempt, .. } = calls.request;
-        calls.engine.open_session(&SessionOpening {
+    fn announce_session(&self, context: &EpisodeContext, prompt: &[TokenId]) {
+        let EpisodeRequest { run, attempt, .. } = context.request;
+        context.engine.open_session(&SessionOpening {
             session: &self.session.name,
             group: Some(&format!("{}-{}", run.short(), attempt.episode.group)),
             prompt_tokens: prompt.len(),
@@ -524,7 +538,7 @@ impl Line {
     /// Takes the reply of a call of an earlier process as if the engine had just sent it.
     fn replay(
         &mut self,
-        calls: &Calls,
+        context: &EpisodeContext,
         call: Option<AcceptedCall>,
     ) -> Result<(Reply, bool), NoReply> {
         let Some(AcceptedCall { generation, joined, was_leading }) = call else {
@@ -532,7 +546,7 @@ impl Line {
         };
         let prompt = self.buffer.prompt_for_turn();
         if self.buffer.is_empty() && self.tries == 0 {
-            self.announce_session(calls, &prompt);
+            self.announce_session(context, &prompt);
         }
         self.tries += 1;
         let refused = |error: &dyn std::fmt::Display| {
@@ -542,7 +556,7 @@ impl Line {
             rows.join_again(joined, &prompt, self.version).map_err(|error| refused(&error))?;
         }
         let mut reply = Reply::Tokens(generation);
-        self.accept(&calls.chat, &mut reply).map_err(|error| match error {
+        self.accept(&context.chat, &mut reply).map_err(|error| match error {
             Refusal::Reply(problem) | Refusal::Routing(problem) => refused(&problem),
         })?;
         Ok((reply, was_leading))
@@ -567,17 +581,18 @@ impl Line {
 
     fn engine_request(
         &self,
-        calls: &Calls,
+        context: &EpisodeContext,
         id: GenerationId,
+        max_new_tokens: usize,
         ids: Arc<Vec<TokenId>>,
     ) -> GenerateRequest {
-        let EpisodeRequest { run, attempt, seed, temperature, .. } = calls.request;
-        let GenerationId { turn, ordinal, repetition, max_new_tokens } = id;
+        let EpisodeRequest { run, attempt, seed, temperature, .. } = context.request;
+        let GenerationId { turn, ordinal, repetition } = id;
         let sampling = Sampling {
             temperature: self.asked.temperature.unwrap_or(temperature),
-            top_p: self.asked.top_p.unwrap_or(calls.plan.top_p),
+            top_p: self.asked.top_p.unwrap_or(context.settings.top_p),
             max_new_tokens,
-            stop_token_ids: calls.chat.stop_token_ids().to_vec(),
+            stop_token_ids: context.chat.stop_token_ids().to_vec(),
             seed: call_seed(seed, turn, ids.len(), repetition),
         };
         let prompt = match &self.dialogue {
@@ -594,13 +609,13 @@ impl Line {
                 run,
                 attempt,
                 ordinal,
-                self.tries + calls.restarts * TRIES_PER_START,
+                self.tries + context.restarts * TRIES_PER_START,
             ),
             session: self.session.name.clone(),
             prompt,
             sampling,
             priority: i32::try_from(turn).unwrap_or(i32::MAX),
-            deadline: calls.plan.generate_timeout.0.min(calls.remaining()),
+            deadline: context.settings.generate_timeout.0.min(context.remaining()),
             // A reply that may be refused is shown once it is accepted.
             listener: self.listener.clone().filter(|_| !may_be_refused),
         }
@@ -670,8 +685,8 @@ impl Line {
         }
     }
 
-    /// Ends the line. A routing mask that does not cover all tokens is left out, with the reason.
-    pub(crate) fn finish(mut self) -> FinishedLine {
+    /// Ends the sequence. A routing mask that does not cover all tokens is left out, with the reason.
+    pub(crate) fn finish(mut self) -> FinishedSequence {
         let mut routing_problem = self.routing_problem.take();
         let row_counts = self.rows.as_ref().map(|rows| rows.counts).unwrap_or_default();
         if let Some(rows) = self.rows.take_if(|rows| !rows.mixed_tokens().is_empty()) {
@@ -703,7 +718,7 @@ impl Line {
                 Err(error) => routing_problem = routing_problem.or(Some(error.to_string())),
             }
         }
-        FinishedLine {
+        FinishedSequence {
             branch: trajectory.map(|trajectory| EpisodeBranch { trajectory, routing }),
             routing_problem,
             rows: row_counts,
@@ -713,13 +728,13 @@ impl Line {
 }
 
 impl Session {
-    fn new(calls: &Calls, branch: usize) -> Self {
-        let EpisodeRequest { run, attempt, .. } = calls.request;
+    fn new(context: &EpisodeContext, branch: usize) -> Self {
+        let EpisodeRequest { run, attempt, .. } = context.request;
         let name = match branch {
             0 => format!("{}-{attempt}", run.short()),
             branch => format!("{}-{attempt}-b{branch}", run.short()),
         };
-        Self { engine: Arc::clone(&calls.engine), name }
+        Self { engine: Arc::clone(&context.engine), name }
     }
 }
 

@@ -8,7 +8,7 @@ use orchestrate_engine::Finish;
 use orchestrate_gateway::{GatewayOptions, Offers, Registry, Unconfirmed};
 use orchestrate_moe::http::{ConnectionObserver, HttpOptions, HttpServer, Routes};
 use orchestrate_rollout::{
-    EpisodeRequest, Episodes as _, Outside, RolloutSection, Scaffold, TurnJournals,
+    EpisodeRequest, Episodes as _, ExternalWorkers, RolloutSection, Scaffold, TurnJournals,
 };
 use orchestrate_testkit::{FakeReply, FakeRequest};
 use orchestrate_types::{Limit, Outcome, Stage};
@@ -95,12 +95,13 @@ async fn attempt<T>(
     work: impl AsyncFnOnce(Worker) -> T,
 ) -> (Outcome, T, Vec<FakeRequest>) {
     let offers = Offers::new(Registry::new(GatewayOptions::default()), Duration::from_mins(1));
-    let config = RolloutSection { scaffold: Some(Scaffold::Outside), ..config };
+    let config = RolloutSection { scaffold: Some(Scaffold::External), ..config };
     let mut world = world_in(512, &config, reply);
     let folder = tempfile::tempdir().unwrap();
     let turns = Utf8Path::from_path(folder.path()).unwrap();
     let journals = TurnJournals::open(turns, &[]).unwrap();
-    world.runner.outside = Some(Outside::new(offers.clone(), Duration::from_mins(1), journals));
+    world.runner.external =
+        Some(ExternalWorkers::new(offers.clone(), Duration::from_mins(1), journals));
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let server = HttpServer::new(listener, HttpOptions::default()).unwrap();

@@ -1,6 +1,6 @@
 //! Requests for replies, and why there may be none.
 
-use super::tree::Said;
+use super::tree::HistoryMessage;
 use crate::api::{Message, MessageExtra};
 use orchestrate_gateway::AskedSampling;
 use orchestrate_types::TokenId;
@@ -8,11 +8,11 @@ use std::sync::Arc;
 
 /// What a request wants continued: always the whole history, without the reply.
 #[derive(Debug, Clone)]
-pub(crate) enum Past {
+pub(crate) enum RequestPrompt {
     /// Messages, which the chat template renders.
     Messages {
         /// Oldest first.
-        said: Vec<Arc<Said>>,
+        messages: Vec<Arc<HistoryMessage>>,
         /// JSON schemas of the tools that the agent offers, in the form that chat templates read.
         tools: Arc<Vec<serde_json::Value>>,
         /// Whether the model is asked to think, as [`crate::ChatModel`] decides it.
@@ -22,11 +22,11 @@ pub(crate) enum Past {
     Tokens(Arc<[TokenId]>),
 }
 
-impl Past {
+impl RequestPrompt {
     /// The messages; none of a prompt in tokens.
-    pub(super) fn said(&self) -> &[Arc<Said>] {
+    pub(super) fn messages(&self) -> &[Arc<HistoryMessage>] {
         match self {
-            Self::Messages { said, .. } => said,
+            Self::Messages { messages, .. } => messages,
             Self::Tokens(_) => &[],
         }
     }
@@ -34,7 +34,7 @@ impl Past {
     /// Bytes of the texts of the messages from number `first` on. Tokens are counted as 0: they are not
     /// tokenized.
     pub(super) fn bytes_from(&self, first: usize) -> usize {
-        self.said().iter().skip(first).map(|said| said.bytes()).sum()
+        self.messages().iter().skip(first).map(|entry| entry.bytes()).sum()
     }
 
     pub(super) fn tools(&self) -> Arc<Vec<serde_json::Value>> {
@@ -46,7 +46,7 @@ impl Past {
 
     pub(super) fn is_empty(&self) -> bool {
         match self {
-            Self::Messages { said, .. } => said.is_empty(),
+            Self::Messages { messages, .. } => messages.is_empty(),
             Self::Tokens(ids) => ids.is_empty(),
         }
     }
@@ -54,9 +54,9 @@ impl Past {
 
 /// A request for a reply.
 #[derive(Debug, Clone)]
-pub(crate) struct Ask {
+pub(crate) struct ReplyRequest {
     /// What the reply continues.
-    pub(crate) past: Past,
+    pub(crate) prompt: RequestPrompt,
     /// Maximum number of tokens that the agent asks for.
     pub(crate) max_tokens: Option<usize>,
     /// Strings that end the reply; none is empty.
@@ -73,7 +73,7 @@ pub(crate) struct Ask {
 
 /// Why there is no reply.
 #[derive(Debug, Clone, thiserror::Error)]
-pub(crate) enum AskError {
+pub(crate) enum ReplyError {
     /// The request cannot be rendered as a prompt.
     #[error("{0}")]
     Refused(String),
@@ -103,17 +103,17 @@ pub(super) fn digest_of_ids(ids: &[TokenId]) -> [u8; 32] {
 }
 
 /// Digest of everything that makes two requests the same. `tools` is the digest of the request's tools.
-pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
+pub(super) fn digest_of(request: &ReplyRequest, tools: &[u8; 32]) -> [u8; 32] {
     let mut hasher = blake3::Hasher::new();
     let mut part = |bytes: &[u8]| {
         hasher.update(&(bytes.len() as u64).to_le_bytes()).update(bytes);
     };
-    match &ask.past {
-        Past::Messages { said, .. } => {
+    match &request.prompt {
+        RequestPrompt::Messages { messages, .. } => {
             part(tools);
-            part(&(said.len() as u64).to_le_bytes());
-            for said in said {
-                let Message { role, content, tool_calls, extra } = &said.message;
+            part(&(messages.len() as u64).to_le_bytes());
+            for entry in messages {
+                let Message { role, content, tool_calls, extra } = &entry.message;
                 let MessageExtra { reasoning: _, call_ids, tool_call_id, name } = extra;
                 part(role.as_bytes());
                 part(content.as_bytes());
@@ -128,27 +128,27 @@ pub(super) fn digest_of(ask: &Ask, tools: &[u8; 32]) -> [u8; 32] {
                 part(tool_call_id.as_deref().unwrap_or_default().as_bytes());
                 part(name.as_deref().unwrap_or_default().as_bytes());
                 // All of these tell replies with the same message apart.
-                for (index, id) in said.own_call_ids() {
+                for (index, id) in entry.own_call_ids() {
                     part(&(index as u64).to_le_bytes());
                     part(id.as_bytes());
                 }
-                part(&said.reply.map(u32::to_le_bytes).unwrap_or_default());
-                part(&[said.reply.is_some().into()]);
-                part(said.reasoning.as_deref().unwrap_or_default().as_bytes());
+                part(&entry.reply.map(u32::to_le_bytes).unwrap_or_default());
+                part(&[entry.reply.is_some().into()]);
+                part(entry.reasoning.as_deref().unwrap_or_default().as_bytes());
             }
         }
-        Past::Tokens(ids) => {
+        RequestPrompt::Tokens(ids) => {
             part(b"tokens");
             part(&digest_of_ids(ids));
         }
     }
-    part(&(ask.sample as u64).to_le_bytes());
-    part(&(ask.max_tokens.unwrap_or(0) as u64).to_le_bytes());
-    let AskedSampling { temperature, top_p } = ask.sampling;
+    part(&(request.sample as u64).to_le_bytes());
+    part(&(request.max_tokens.unwrap_or(0) as u64).to_le_bytes());
+    let AskedSampling { temperature, top_p } = request.sampling;
     for asked in [temperature, top_p] {
         part(&asked.map(f32::to_le_bytes).unwrap_or_default());
         part(&[asked.is_some().into()]);
     }
-    ask.stops.iter().for_each(|stop| part(stop.as_bytes()));
+    request.stops.iter().for_each(|stop| part(stop.as_bytes()));
     *hasher.finalize().as_bytes()
 }
