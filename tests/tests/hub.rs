@@ -208,8 +208,9 @@ async fn missing_data_set_or_unreachable_hub_is_named_with_a_remedy() {
 async fn the_plan_of_a_run_names_the_commit() {
     let ((hub, _served), cache) = (hub().await, tempfile::tempdir().unwrap());
     let folder = cache.path().join("run");
-    let set = "tasks.held_out_file=hf://datasets/R2E-Gym/Tiny/data/*";
-    let args = ["run", "--run-dir", folder.to_str().unwrap(), "--set", set];
+    let set = "tasks.file=hf://datasets/R2E-Gym/Tiny/data/*";
+    let args =
+        ["run", "--run-dir", folder.to_str().unwrap(), "--set", set, "--set", "run.eval_every=0"];
     // A daemon that never answers: the run waits with its plan written.
     let socket = cache.path().join("docker.sock");
     let _daemon = std::os::unix::net::UnixListener::bind(&socket).unwrap();

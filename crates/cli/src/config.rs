@@ -457,6 +457,18 @@ fn check_across(
             problems.push(ConfigProblem::new("agent.folder", folder, "must be a folder"));
         }
     }
+    let scaffold = sections.rollout.fill().scaffold;
+    if are_read(&["engine", "rollout"])
+        && engine.kind == EngineKind::Openai
+        && matches!(scaffold, Scaffold::Command | Scaffold::External)
+    {
+        problems.push(ConfigProblem::new(
+            "rollout.scaffold",
+            scaffold.name(),
+            "must be \"tools\", \"r2e-xml\" or \"mini\" with engine.kind = \"openai\": replies to agents are \
+             sampled from tokens, which its servers do not take",
+        ));
+    }
     if are_read(&["tasks", "run"])
         && tasks.file.is_some()
         && tasks.held_out_file.is_none()
@@ -686,13 +698,43 @@ mod tests {
     }
 
     #[test]
+    fn agents_need_an_engine_that_samples_from_tokens() {
+        let chat = [
+            "engine.kind=openai",
+            "engine.served_model=m",
+            "engine.tokenizer=m",
+            "engine.url=http://a:1",
+        ];
+        for scaffold in ["command", "external"] {
+            let scaffold = format!("rollout.scaffold={scaffold}");
+            let with = [&chat[..], &["agent.preset=mini-swe-agent", &scaffold]].concat();
+            let Err(ConfigError::Problems(problems)) = sets(&with).unwrap().check() else {
+                panic!("{scaffold} is accepted")
+            };
+            assert!(
+                problems.iter().any(|problem| problem.key == "rollout.scaffold"),
+                "{problems:?}"
+            );
+        }
+    }
+
+    #[test]
+    fn old_names_are_read_as_the_new_ones() {
+        let sections = sets(&["rollout.scaffold=outside", "engine.away_timeout=5m"]).unwrap();
+        assert_eq!(sections.origins.renamed().len(), 2);
+        let settings = sections.check().unwrap();
+        assert_eq!(settings.rollout.scaffold, Scaffold::External);
+        assert_eq!(settings.engine.out_of_service_timeout, HumanDuration::secs(300));
+    }
+
+    #[test]
     fn keys_that_nothing_reads_because_of_another_section_are_refused_by_name() {
         let server = "engine.url=http://a:1";
         let chat = ["engine.kind=openai", "engine.served_model=m", "engine.tokenizer=m", server];
         let agent = ["rollout.scaffold=command", "agent.command=run"];
         let no_rows = ["algorithm.routing_replay=none", "diagnostics.no_replay_every=0"];
         // Each key by itself: what makes it unread, and what makes it read.
-        let cases: [(&str, &[&str], &[&str]); 13] = [
+        let cases: [(&str, &[&str], &[&str]); 12] = [
             ("agent.port=99", &[], &agent),
             ("gateway.lease=5s", &agent, &["rollout.scaffold=external"]),
             ("embedded.max_running=3", &[server], &[]),
@@ -702,11 +744,11 @@ mod tests {
             ("engine.require_routed_experts=false", &[], &[server]),
             ("engine.api_key_env=KEY", &[], &[server]),
             ("engine.tls_ca=ca.pem", &[], &["engine.url=https://a:1"]),
-            ("engine.request_timeout=5s", &[server], &[]),
             ("run.eval_held_out_families=3", &["tasks.held_out_file=rows"], &[]),
             ("routing.mixed=drop", &no_rows, &no_rows[..1]),
             ("handoff.share_prefix_rows=true", &no_rows, &no_rows[1..]),
         ];
+        assert_eq!(unread(&["engine.request_timeout=5s", server]), ["engine.request_timeout"]);
         for (set, unread_with, read_with) in cases {
             let key = set.split_once('=').unwrap().0;
             assert_eq!(unread(&[unread_with, &[set]].concat()), [key], "{set}");
@@ -750,7 +792,8 @@ mod tests {
             assert!(timeout.is_some());
         }
         // The value in force is the default, which was written nowhere.
-        let (sections, _) = load_layers(&[base.clone(), agent.clone()], &[]).unwrap();
+        let command = ["agent.command=run".to_owned()];
+        let (sections, _) = load_layers(&[base.clone(), agent.clone()], &[&command]).unwrap();
         let shown = sections.with_defaults().unwrap().annotated().unwrap();
         assert!(shown.contains("\ncommand_timeout = \"90s\"\n"), "{shown}");
         // A later layer may make read again what an earlier one left unread.

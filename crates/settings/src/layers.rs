@@ -201,7 +201,11 @@ impl Layers {
             let span = error.span().unwrap_or(0..0);
             let problem = ConfigProblem {
                 key: String::new(),
-                found: Found::Unreadable(excerpt(text, &line_starts, &span)),
+                found: Found::Unreadable(if self.may_be_secret(text, span.start) {
+                    String::new()
+                } else {
+                    excerpt(text, &line_starts, &span)
+                }),
                 remedy: format!("not valid TOML: {}", error.message()),
                 origin: Some(place(span.clone())),
             };
@@ -236,6 +240,18 @@ impl Layers {
             self.origins.places.insert(path, place);
         }
         merge(&mut self.merged, fitting);
+    }
+
+    /// Whether the text at `at`, which is not TOML, may belong to a secret: its key is named in the same section,
+    /// on that line or before. Where the value of the key ends is not known there.
+    fn may_be_secret(&self, text: &str, at: usize) -> bool {
+        let rest = text.get(at..).unwrap_or_default();
+        let end = at + rest.find('\n').unwrap_or(rest.len());
+        let before = text.get(..end).unwrap_or_default();
+        let section =
+            before.rfind("\n[").map_or(before, |start| before.get(start..).unwrap_or_default());
+        let mut names = self.secrets.iter().filter_map(|key| key.rsplit('.').next());
+        names.any(|name| section.contains(name))
     }
 
     fn remove(&mut self, key: &str) {
@@ -565,9 +581,29 @@ mod tests {
     fn a_secret_that_is_refused_is_not_shown() {
         let mut problems = vec![ConfigProblem::new("a.token_env", NOT_SHOWN, "must be a name")];
         let set = ("a.token_env".to_owned(), "--set a.token_env=s=cret".to_owned());
-        Origins([set].into()).locate(&mut problems);
+        Origins { places: [set].into(), renamed: Vec::new() }.locate(&mut problems);
         let expected = "--set a.token_env: a.token_env = (not shown): must be a name";
         assert_eq!(problems[0].to_string(), expected);
+    }
+
+    #[test]
+    fn a_secret_in_a_file_that_cannot_be_read_is_not_quoted() {
+        let text = |file: &str| {
+            let mut layers = Layers::of::<Whole>().with_secrets(&["first.text"]);
+            layers.add_file("a.toml", file);
+            layers.finish().2.iter().map(ToString::to_string).collect::<Vec<_>>().join("\n")
+        };
+        for file in [
+            "[first]\ntext = \"canary\n",
+            "[first]\ntext = canary\n",
+            "[first]\nlist = [\"a\"]\ntext = [\n  \"A\",\n  B=canary,\n]\n",
+            "first = { text = canary }\n",
+        ] {
+            let shown = text(file);
+            assert!(shown.contains("not valid TOML") && !shown.contains("canary"), "{shown}");
+        }
+        let shown = text("[first]\ntext = \"a\"\n[second]\ncount = shown\n");
+        assert!(shown.contains("count = shown"), "{shown}");
     }
 
     #[test]
