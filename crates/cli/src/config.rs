@@ -707,7 +707,7 @@ mod tests {
         ];
         for scaffold in ["command", "external"] {
             let scaffold = format!("rollout.scaffold={scaffold}");
-            let with = [&chat[..], &["agent.preset=mini-swe-agent", &scaffold]].concat();
+            let with = [&chat[..], &[&scaffold]].concat();
             let Err(ConfigError::Problems(problems)) = sets(&with).unwrap().check() else {
                 panic!("{scaffold} is accepted")
             };
@@ -724,7 +724,10 @@ mod tests {
         assert_eq!(sections.origins.renamed().len(), 2);
         let settings = sections.check().unwrap();
         assert_eq!(settings.rollout.scaffold, Scaffold::External);
-        assert_eq!(settings.engine.out_of_service_timeout, HumanDuration::secs(300));
+        assert_eq!(
+            settings.engine.out_of_service_timeout,
+            orchestrate_types::HumanDuration::secs(300)
+        );
     }
 
     #[test]
