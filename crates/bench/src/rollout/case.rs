@@ -298,7 +298,7 @@ fn runner(
         engine,
         sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned(), agents }),
         chat: Arc::clone(&world.chat),
-        plan: Arc::new(World::rollout_plan(kind.turns, scaffold)?),
+        settings: Arc::new(World::rollout_plan(kind.turns, scaffold)?),
         container_limits: SandboxLimits {
             memory: ByteSize::mib(1),
             cpu_millis: 1,
@@ -307,7 +307,7 @@ fn runner(
         },
         rules: GradingRules::new(grade),
         agent: kind.agents.map(|_| Arc::new(agent)),
-        outside: None,
+        external: None,
         logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),
