@@ -9,6 +9,7 @@ no row is added to by index. A token is weighted where it is narrow, before the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -16,12 +17,26 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
 
-__all__ = ["NAME", "ExpertOrder", "packed_experts"]
+__all__ = ["NAME", "ExpertOrder", "has_grouped_kernel", "packed_experts"]
 
 #: Name to pass to transformers as ``experts_implementation``.
 NAME = "packed"
 #: Rows of ones in a product that sums the rows of a matrix; kernels need strides of 16 bytes.
 ONES = 8
+#: Major compute capabilities for which PyTorch has a kernel of all groups' products.
+GROUPED_CAPABILITIES = (9, 10)
+
+
+def has_grouped_kernel(dtype: torch.dtype, kind: str, capability: tuple[int, int]) -> bool:
+    """Whether :func:`packed_experts` multiplies the rows of all experts at once.
+
+    ``kind`` is that of a device, and ``capability`` its compute capability on CUDA, where PyTorch
+    has such a kernel for bf16 only. Without one its ``grouped_mm`` multiplies one expert after the
+    other, for which the host reads their bounds in every call; this package reads them once.
+    """
+    if kind != "cuda":
+        return True  # The same loop, but the bounds are in host memory.
+    return dtype is torch.bfloat16 and capability[0] in GROUPED_CAPABILITIES
 
 
 @dataclass(frozen=True)
@@ -49,6 +64,12 @@ class ExpertOrder:
         bounds = torch.arange(experts, dtype=ids.dtype, device=ids.device)
         ends = torch.searchsorted(ids, bounds, right=True, out_int32=True)
         return cls(chosen.shape[1], order.int(), places, ends)
+
+    @cached_property
+    def counts(self) -> list[int]:
+        """Number of each expert's pairs; the host waits for them, once."""
+        counts: list[int] = self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+        return counts
 
 
 class _Spread(torch.autograd.Function):
@@ -85,15 +106,31 @@ class _AddBias(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, bias: Tensor, chosen: Tensor, order: ExpertOrder) -> Tensor:
-        ctx.ends = order.ends
+        ctx.order = order
         return rows + bias.index_select(0, chosen.flatten().index_select(0, order.pairs))
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None, None]:
         (gradient,) = gradients
-        ones = gradient.new_ones(len(gradient), ONES).t()
-        sums = F.grouped_mm(ones, gradient.contiguous(), offs=ctx.ends)
-        return gradient, sums[:, 0], None, None
+        return gradient, _sums(gradient, ctx.order), None, None
+
+
+class _ZeroIdle(torch.autograd.Function):
+    """Weights ``[E, ...]`` as they are; the gradient of an expert without tokens becomes 0.
+
+    On some devices, such as Blackwell, the kernel leaves it undefined (PyTorch issue 172439).
+    """
+
+    @staticmethod
+    def forward(ctx: Any, weights: Tensor, order: ExpertOrder) -> Tensor:
+        ctx.order = order
+        return weights.view_as(weights)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None]:
+        (gradient,) = gradients
+        # The gradient is the product's own result, which nothing else uses.
+        return _zero_idle(gradient, ctx.order), None
 
 
 def packed_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
@@ -125,10 +162,32 @@ def packed_experts(experts: Any, hidden: Tensor, chosen: Tensor, weights: Tensor
 def _product(rows: Tensor, weights: Tensor, transposed: bool, order: ExpertOrder) -> Tensor:
     """Each row times the matrix of its expert; ``weights`` is ``[E, out, in]``, or ``[E, in, out]``
     if ``transposed``."""
-    product: Tensor = F.grouped_mm(
-        rows, weights if transposed else weights.transpose(-2, -1), offs=order.ends
-    )
-    return product
+    matrices = weights if transposed else weights.mT
+    if _has_kernel(rows):
+        product: Tensor = F.grouped_mm(rows, _ZeroIdle.apply(matrices, order), offs=order.ends)
+        return product
+    parts = zip(rows.split(order.counts), matrices.unbind(), strict=True)
+    return torch.cat([part @ matrix for part, matrix in parts])
+
+
+def _sums(rows: Tensor, order: ExpertOrder) -> Tensor:
+    """Sum ``[E, d]`` of each expert's rows ``[T K, d]``."""
+    if not _has_kernel(rows):
+        return torch.stack([part.sum(0) for part in rows.split(order.counts)])
+    ones = rows.new_ones(len(rows), ONES).t()
+    return _zero_idle(F.grouped_mm(ones, rows.contiguous(), offs=order.ends)[:, 0], order)
+
+
+def _zero_idle(gradient: Tensor, order: ExpertOrder) -> Tensor:
+    """``gradient`` ``[E, ...]``, overwritten by 0 for each expert without tokens."""
+    idle = order.ends.diff(prepend=order.ends.new_zeros(1)) == 0
+    return gradient.masked_fill_(idle.view(-1, *[1] * (gradient.dim() - 1)), 0)
+
+
+def _has_kernel(rows: Tensor) -> bool:
+    kind = rows.device.type
+    capability = torch.cuda.get_device_capability(rows.device) if kind == "cuda" else (0, 0)
+    return has_grouped_kernel(rows.dtype, kind, capability)
 
 
 def _sum_places(rows: Tensor, order: ExpertOrder, count: int) -> Tensor:

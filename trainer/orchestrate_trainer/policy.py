@@ -24,7 +24,7 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from . import attention
+from . import attention, checkpointing
 from .cost import ForwardCost
 from .experts import NAME as PACKED_EXPERTS
 from .replay import Routing
@@ -46,8 +46,9 @@ class ModelOptions:
 
     #: Compute dtype; ``auto`` is bf16 on CUDA and f32 on the CPU.
     compute: Literal["auto", "bf16", "f32"] = "auto"
-    #: Run each layer's forward again during backward instead of keeping its activations.
-    activation_checkpointing: bool = True
+    #: What of a layer's forward runs again during backward instead of being kept; see
+    #: :mod:`orchestrate_trainer.checkpointing`.
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
     #: Keep parameters, gradients and optimizer state in host memory between uses (CUDA only).
     cpu_offload: bool = False
     #: Name of an expert kernel that transformers knows.
@@ -168,8 +169,7 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
         if hasattr(module, "jitter_noise"):
             module.jitter_noise = 0.0
     policy.train()
-    if options.activation_checkpointing:
-        skeleton.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointing.enable(skeleton, options.activation_checkpointing)
     return policy
 
 

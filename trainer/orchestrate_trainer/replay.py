@@ -1,8 +1,10 @@
 """Routing replay: the routers of a model execute recorded experts in place of their own choice.
 
 Replay replaces the ``forward`` of the router modules; layers remain the code of transformers.
-Routers compute in float32 or wider. Their weights have the dtype of the hidden states that they are
-multiplied with, as in transformers.
+Routers compute in float32 or wider, and their weights are rounded to the dtype of the hidden states
+that they are multiplied with. In bf16 transformers differs by family: the routers of DeepSeek and
+GLM-4.5 also compute in float32, the others' products are in bf16, and gpt-oss' softmax too. The
+weights of Mixtral, DeepSeek and GLM-4.5 stay in float32 there; those of the others are rounded.
 
 The choice is made in a micro-batch's first forward and kept until the next micro-batch starts. The
 forward that activation checkpointing runs again during backward therefore uses the same experts,

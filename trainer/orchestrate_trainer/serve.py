@@ -66,7 +66,7 @@ def serve(given: argparse.Namespace) -> int:
     world = World.join(given.device)
     options = ModelOptions(
         compute=given.compute,
-        activation_checkpointing=not given.keep_activations,
+        activation_checkpointing=given.activation_checkpointing,
         cpu_offload=given.cpu_offload,
         experts=given.experts,
         attention=given.attention,
