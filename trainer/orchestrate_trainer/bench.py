@@ -89,6 +89,7 @@ def parser() -> argparse.ArgumentParser:
     add("--moments", choices=("f32", "bf16"), default="f32")
     add("--activation-checkpointing", choices=LEVELS, default="full",
         help="of the trainer and of plain transformers (default: %(default)s)")  # fmt: skip
+    add("--compile", choices=("off", "on"), default="off", help="compile the trainer's layers")
     add("--repeat", type=int, default=5, help="measurements of each arm (default: %(default)s)")
     add("--time-limit", type=float, default=420.0, metavar="SECONDS",
         help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
@@ -212,6 +213,7 @@ class _Bench:
             attention=given.attention,
             moments=given.moments,
             activation_checkpointing=given.activation_checkpointing,
+            compile=given.compile == "on",
         )
 
     def run(self) -> dict[str, Any]:

@@ -116,6 +116,12 @@ def parser() -> argparse.ArgumentParser:
         "attention, or whole layers (default: %(default)s)",
     )
     add(
+        "--compile",
+        choices=("off", "on"),
+        default="off",
+        help="compile decoder layers with torch.compile at the start (default: %(default)s)",
+    )
+    add(
         "--cpu-offload",
         action="store_true",
         help="keep parameters and optimizer in host memory (CUDA)",

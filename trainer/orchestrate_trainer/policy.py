@@ -25,12 +25,13 @@ from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 from . import attention, checkpointing
+from .compilation import compile_layers
 from .cost import ForwardCost
 from .experts import NAME as PACKED_EXPERTS
 from .replay import Routing
 from .world import World
 
-__all__ = ["ModelError", "ModelOptions", "Policy", "load_policy", "reload_weights"]
+__all__ = ["ModelError", "ModelOptions", "Policy", "load_policy", "reload_weights", "try_pack"]
 
 #: Largest number of logits computed at a time: 512 MiB in float32.
 MAX_LOGITS = 1 << 27
@@ -55,6 +56,8 @@ class ModelOptions:
     experts: str = PACKED_EXPERTS
     #: Attention kernel; ``auto`` is the best for model, dtype and device.
     attention: Literal["auto", "varlen", "flex", "loop"] = "auto"
+    #: Compile decoder layers, if that is possible.
+    compile: bool = False
     #: Dtype of the optimizer's moments.
     moments: Literal["f32", "bf16"] = "f32"
 
@@ -170,7 +173,24 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
             module.jitter_noise = 0.0
     policy.train()
     checkpointing.enable(skeleton, options.activation_checkpointing)
+    if options.compile:
+        compile_layers(skeleton, lambda: try_pack(policy, world), world)
     return policy
+
+
+def try_pack(policy: Policy, world: World) -> None:
+    """Runs what a step runs, on a short pack: forward without gradients, forward and backward."""
+    # A number of tokens that differs from every width of a model: a compiler takes equal ones
+    # for the same.
+    lengths = (7, 6)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(world.device)
+    tokens = torch.arange(13, device=world.device) % 2
+    given = tokens[None], positions[None], lengths, torch.arange(12).to(tokens), tokens[1:], 1.0
+    with torch.no_grad(), policy.routing.micro_batch():
+        policy(*given)
+    with policy.routing.micro_batch():
+        policy(*given)[0].sum().backward()
+    policy.zero_grad(set_to_none=True)
 
 
 def reload_weights(policy: Policy, folder: Path, world: World) -> None:

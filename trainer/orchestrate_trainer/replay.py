@@ -22,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compilation import uncompiled
 from .experts import ExpertOrder
 from .routers import FAMILIES, RouterSpec, UnknownRouterError, log_router_probs, spec_of
 
@@ -56,12 +57,14 @@ class _Router:
         self.log_probs: Tensor | None = None
         self._order: ExpertOrder | None = None
 
+    @uncompiled
     def order(self, experts: int) -> ExpertOrder:
         """The order of the chosen ones of ``experts`` experts, sorted once per micro-batch."""
         if self._order is None:
             self._order = ExpertOrder.of(_require(self.chosen), experts)
         return self._order
 
+    @uncompiled
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module = self.module
         hidden = hidden.reshape(-1, hidden.shape[-1])

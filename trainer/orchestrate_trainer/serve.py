@@ -68,6 +68,7 @@ def serve(given: argparse.Namespace) -> int:
         compute=given.compute,
         activation_checkpointing=given.activation_checkpointing,
         cpu_offload=given.cpu_offload,
+        compile=given.compile == "on",
         experts=given.experts,
         attention=given.attention,
         moments=given.moments,
