@@ -56,8 +56,7 @@ def compile_layers(
     return False
 
 
-def _reason(error: BaseException) -> str:
-    """First line of the error that caused all others."""
-    while error.__cause__ is not None:
-        error = error.__cause__
-    return f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+def _reason(error: Exception) -> str:
+    """Kind of an error and the first paragraph of its message, in one line."""
+    paragraph = str(error).strip().partition("\n\n")[0]
+    return f"{type(error).__name__}: {' '.join(paragraph.split())}"

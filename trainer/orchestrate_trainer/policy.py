@@ -147,6 +147,11 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     """
     if options.cpu_offload and world.device.type != "cuda":
         raise ModelError("--cpu-offload requires a CUDA device; remove the option")
+    if options.compile and options.activation_checkpointing == "selective":
+        # What is kept is known by operators, which a compiled layer no longer has.
+        raise ModelError(
+            "--compile on does not support --activation-checkpointing selective; choose none or full"
+        )
     config = _config(folder)
     source = _read_whole(folder, world)
     with torch.device("meta"):
@@ -186,11 +191,13 @@ def try_pack(policy: Policy, world: World) -> None:
     positions = torch.cat([torch.arange(n) for n in lengths]).to(world.device)
     tokens = torch.arange(13, device=world.device) % 2
     given = tokens[None], positions[None], lengths, torch.arange(12).to(tokens), tokens[1:], 1.0
-    with torch.no_grad(), policy.routing.micro_batch():
-        policy(*given)
-    with policy.routing.micro_batch():
-        policy(*given)[0].sum().backward()
-    policy.zero_grad(set_to_none=True)
+    try:
+        with torch.no_grad(), policy.routing.micro_batch():
+            policy(*given)
+        with policy.routing.micro_batch():
+            policy(*given)[0].sum().backward()
+    finally:
+        policy.zero_grad(set_to_none=True)
 
 
 def reload_weights(policy: Policy, folder: Path, world: World) -> None:

@@ -21,7 +21,7 @@ from torch._dynamo.utils import counters
 
 from orchestrate_trainer import policy as policies
 from orchestrate_trainer.compilation import compile_layers
-from orchestrate_trainer.policy import ModelOptions, Policy, load_policy, try_pack
+from orchestrate_trainer.policy import ModelError, ModelOptions, Policy, load_policy, try_pack
 
 PACKS = ((9, 14, 5), (3, 4), (20, 1), (17,))
 #: Relative to the norm of log-probs or of a parameter's gradient.
@@ -58,6 +58,14 @@ def test_compiled_layers_agree_and_no_pack_compiles_again(
         for wanted, found in zip(results(plain, lengths), results(compiled, lengths), strict=True):
             assert float((found - wanted).norm()) <= TOLERANCE * float(wanted.norm())
     assert counters["stats"]["unique_graphs"] == graphs
+
+
+def test_levels_that_compiled_layers_cannot_keep_are_refused(
+    folders: dict[str, Path], world: Any
+) -> None:
+    options = ModelOptions(compile=True, activation_checkpointing="selective")
+    with pytest.raises(ModelError, match="choose none or full"):
+        load_policy(folders["qwen3_moe"], options, world)
 
 
 def test_layers_that_cannot_be_compiled_run_as_before(
