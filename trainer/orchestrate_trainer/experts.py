@@ -96,14 +96,14 @@ class _Collect(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor, pairs: Tensor, places: Tensor, top_k: int) -> Tensor:
-        ctx.save_for_backward(pairs)
-        ctx.top_k = top_k
+        # Activation checkpointing runs a layer again up to its last saved tensor. If this were one,
+        # the last product would be run again too.
+        ctx.pairs, ctx.top_k = pairs, top_k
         return _sum_places(rows, places, top_k)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, None, None, None]:
-        (pairs,) = ctx.saved_tensors
-        return gradients[0].index_select(0, pairs // ctx.top_k), None, None, None
+        return gradients[0].index_select(0, ctx.pairs // ctx.top_k), None, None, None
 
 
 class _AddBias(torch.autograd.Function):
