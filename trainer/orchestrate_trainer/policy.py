@@ -150,7 +150,8 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     if options.compile and options.activation_checkpointing == "selective":
         # What is kept is known by operators, which a compiled layer no longer has.
         raise ModelError(
-            "--compile on does not support --activation-checkpointing selective; choose none or full"
+            "--compile on does not support --activation-checkpointing selective; choose none or "
+            "full"
         )
     config = _config(folder)
     source = _read_whole(folder, world)
