@@ -30,6 +30,7 @@ from torch.nn.attention.flex_attention import (
 )
 from transformers import AttentionInterface
 
+from .compilation import uncompiled
 from .cost import head_widths
 from .data import on_device
 
@@ -122,6 +123,7 @@ def choose_kernel(asked: str, model: Any, dtype: torch.dtype, device: torch.devi
     return asked
 
 
+@uncompiled
 def packed_attention(
     module: nn.Module,
     query: Tensor,

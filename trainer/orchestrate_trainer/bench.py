@@ -37,6 +37,7 @@ from transformers import AutoModelForCausalLM
 
 from .batch import Batch
 from .bench_batch import SampledBatch, random_model, round_to_fp8, sample
+from .checkpointing import LEVELS, enable
 from .corrections import Tokens
 from .learner import Learner
 from .measures import Load, Mismatch
@@ -44,10 +45,10 @@ from .passes import forward, own_mini_steps
 from .policy import ModelOptions, Policy, load_policy
 from .settings import Hyperparameters
 from .step import apply
-from .waits import Waits, count_waits
+from .waits import Waits, count_waits, counted_device
 from .world import World
 
-__all__ = ["compare_devices", "main", "parser"]
+__all__ = ["compare_devices", "expectations", "main", "parser"]
 
 #: Dense bf16 peak of a device in TFLOP/s, by a part of its name.
 PEAK_TFLOPS = {"H200": 989.0, "H100": 989.0, "B200": 2250.0, "A100": 312.0}
@@ -86,6 +87,9 @@ def parser() -> argparse.ArgumentParser:
         help="the trainer's expert kernel, e.g. grouped_mm (default: %(default)s)")  # fmt: skip
     add("--attention", choices=("auto", "varlen", "flex", "loop"), default="auto")
     add("--moments", choices=("f32", "bf16"), default="f32")
+    add("--activation-checkpointing", choices=LEVELS, default="full",
+        help="of the trainer and of plain transformers (default: %(default)s)")  # fmt: skip
+    add("--compile", choices=("off", "on"), default="off", help="compile the trainer's layers")
     add("--repeat", type=int, default=5, help="measurements of each arm (default: %(default)s)")
     add("--time-limit", type=float, default=420.0, metavar="SECONDS",
         help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
@@ -93,6 +97,8 @@ def parser() -> argparse.ArgumentParser:
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--out", "--json", type=Path, help="JSON file to write the numbers to")
     add("--markdown", type=Path, help="file to write the table to")
+    add("--expect", action="store_true",
+        help="exit with status 1 if a target of the trainer on a GPU is missed")  # fmt: skip
     add("--check-sync", action="store_true",
         help="only count the host's waits for the device in a step")  # fmt: skip
     add("--check-devices", action="store_true",
@@ -129,7 +135,42 @@ def main(arguments: list[str] | None = None) -> int:
         given.out.write_text(json.dumps(report, indent=2) + "\n")
     if given.markdown:
         given.markdown.write_text(table + "\n")
-    return 0
+    if not given.expect:
+        return 0
+    judged = expectations(report)
+    for text, met in judged:
+        print(f"{'met' if met else 'MISSED'}: {text}")
+    return int(not all(met for _, met in judged))
+
+
+def expectations(report: dict[str, Any]) -> list[tuple[str, bool]]:
+    """The targets of the trainer on a GPU with what was measured, and whether each is met."""
+    rows, failed = report["rows"], report["failed"]
+    used = rows["train_replay"]["mfu"] if "train_replay" in rows else None
+    added, plain = report["replay_cost"]["train"], report["time_of_plain"]
+    mismatch = report["mismatch"]
+    return [
+        (f"arms that ran out of memory: {', '.join(failed) or 'none'}", not failed),
+        (
+            f"MFU of train replay: {'unknown' if used is None else f'{used:.1%}'} (at least 30 %)",
+            used is not None and used >= 0.30,
+        ),
+        (
+            "time added by replay: "
+            f"{'unknown' if added is None else format(added['median'] - 1, '+.2%')} (at most 1 %)",
+            added is not None and added["median"] <= 1.01,
+        ),
+        (
+            "time of plain transformers over the trainer's: "
+            f"{'unknown' if plain is None else format(plain['median'], '.2f')} (at least 1)",
+            plain is not None and plain["median"] >= 1,
+        ),
+        (
+            f"mismatch with the sampler: {mismatch['replay']:.2e} nats with replay, "
+            f"{mismatch['own_routes']:.2e} without (less with replay)",
+            mismatch["replay"] < mismatch["own_routes"],
+        ),
+    ]
 
 
 class _Bench:
@@ -153,18 +194,27 @@ class _Bench:
             batch = sample(model, self.given)
             del model
             _collect()
-            policy = load_policy(Path(name), self._options(), self.world)
+            # The precision of a GPU, also where there is none.
+            options = dataclasses.replace(self._options(), compute="bf16")
+            policy = load_policy(Path(name), options, self.world)
         learner = Learner.of(policy, self.world, self.given.moments)
         settings = _settings(self.given)
         _step(learner, batch, settings, self.world)
         held = chain(policy.parameters(), policy.buffers())
+        counted = dataclasses.replace(self.world, device=counted_device(self.device))
         with count_waits(self.device, held) as waits:
-            _step(learner, batch, settings, self.world)
+            _step(learner, batch, settings, counted)
         return waits
 
     def _options(self) -> ModelOptions:
         given = self.given
-        return ModelOptions(experts=given.kernel, attention=given.attention, moments=given.moments)
+        return ModelOptions(
+            experts=given.kernel,
+            attention=given.attention,
+            moments=given.moments,
+            activation_checkpointing=given.activation_checkpointing,
+            compile=given.compile == "on",
+        )
 
     def run(self) -> dict[str, Any]:
         given = self.given
@@ -336,8 +386,8 @@ class _TrainerArm:
 
 
 class _PlainArm:
-    """Forward and backward of transformers' own model in bf16, with activation checkpointing, on as
-    many sequences at once as a micro-batch of the trainer holds."""
+    """Forward and backward of transformers' own model in bf16, with the trainer's activation
+    checkpointing, on as many sequences at once as a micro-batch of the trainer holds."""
 
     def __init__(
         self, folder: Path, batch: SampledBatch, given: argparse.Namespace, device: torch.device
@@ -348,7 +398,7 @@ class _PlainArm:
         )
         self.model = model.to(device)
         self.model.train()
-        self.model.gradient_checkpointing_enable({"use_reentrant": False})
+        enable(self.model, given.activation_checkpointing)
         rows = [torch.from_numpy(s.token_ids.astype("i8")) for s in batch.sequences]
         together = max(1, given.micro_batch_tokens // given.tokens)
         self.parts = torch.stack(rows).to(device).split(together)

@@ -108,7 +108,19 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="dtype of the weights that inference servers load (default: that of --compute)",
     )
-    add("--keep-activations", action="store_true", help="turn off activation checkpointing")
+    add(
+        "--activation-checkpointing",
+        choices=("none", "selective", "full"),
+        default="full",
+        help="what backward computes again to save memory: nothing, all but matrix products and "
+        "attention, or whole layers (default: %(default)s)",
+    )
+    add(
+        "--compile",
+        choices=("off", "on"),
+        default="off",
+        help="compile decoder layers with torch.compile at the start (default: %(default)s)",
+    )
     add(
         "--cpu-offload",
         action="store_true",

@@ -20,6 +20,7 @@ __all__ = [
     "distribute",
     "joined",
     "on_device",
+    "on_host",
 ]
 
 
@@ -38,6 +39,16 @@ def on_device(tensor: Tensor, device: torch.device) -> Tensor:
         tensor = tensor.pin_memory()
     # Also a copy from CPU to CPU, so that both kinds of device behave alike.
     return tensor.to(device, non_blocking=True, copy=True)
+
+
+def on_host(tensor: Tensor) -> Tensor:
+    """Copy of ``tensor`` in host memory, complete once the device has done its earlier work.
+
+    The memory is pinned if the tensor is on a GPU, without which the host would wait for the copy.
+    """
+    pinned = tensor.device.type == "cuda"
+    copied = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+    return copied.copy_(tensor, non_blocking=True)
 
 
 def joined(parts: list[Tensor], device: torch.device) -> Tensor:

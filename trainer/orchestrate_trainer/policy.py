@@ -24,13 +24,14 @@ from torch.distributed.tensor import distribute_tensor
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
-from . import attention
+from . import attention, checkpointing
+from .compilation import compile_layers
 from .cost import ForwardCost
 from .experts import NAME as PACKED_EXPERTS
 from .replay import Routing
 from .world import World
 
-__all__ = ["ModelError", "ModelOptions", "Policy", "load_policy", "reload_weights"]
+__all__ = ["ModelError", "ModelOptions", "Policy", "load_policy", "reload_weights", "try_pack"]
 
 #: Largest number of logits computed at a time: 512 MiB in float32.
 MAX_LOGITS = 1 << 27
@@ -46,14 +47,17 @@ class ModelOptions:
 
     #: Compute dtype; ``auto`` is bf16 on CUDA and f32 on the CPU.
     compute: Literal["auto", "bf16", "f32"] = "auto"
-    #: Run each layer's forward again during backward instead of keeping its activations.
-    activation_checkpointing: bool = True
+    #: What of a layer's forward runs again during backward instead of being kept; see
+    #: :mod:`orchestrate_trainer.checkpointing`.
+    activation_checkpointing: Literal["none", "selective", "full"] = "full"
     #: Keep parameters, gradients and optimizer state in host memory between uses (CUDA only).
     cpu_offload: bool = False
     #: Name of an expert kernel that transformers knows.
     experts: str = PACKED_EXPERTS
     #: Attention kernel; ``auto`` is the best for model, dtype and device.
     attention: Literal["auto", "varlen", "flex", "loop"] = "auto"
+    #: Compile decoder layers, if that is possible.
+    compile: bool = False
     #: Dtype of the optimizer's moments.
     moments: Literal["f32", "bf16"] = "f32"
 
@@ -143,6 +147,12 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
     """
     if options.cpu_offload and world.device.type != "cuda":
         raise ModelError("--cpu-offload requires a CUDA device; remove the option")
+    if options.compile and options.activation_checkpointing == "selective":
+        # What is kept is known by operators, which a compiled layer no longer has.
+        raise ModelError(
+            "--compile on does not support --activation-checkpointing selective; choose none or "
+            "full"
+        )
     config = _config(folder)
     source = _read_whole(folder, world)
     with torch.device("meta"):
@@ -168,9 +178,27 @@ def load_policy(folder: Path, options: ModelOptions, world: World) -> Policy:
         if hasattr(module, "jitter_noise"):
             module.jitter_noise = 0.0
     policy.train()
-    if options.activation_checkpointing:
-        skeleton.gradient_checkpointing_enable({"use_reentrant": False})
+    checkpointing.enable(skeleton, options.activation_checkpointing)
+    if options.compile:
+        compile_layers(skeleton, lambda: try_pack(policy, world), world)
     return policy
+
+
+def try_pack(policy: Policy, world: World) -> None:
+    """Runs what a step runs, on a short pack: forward without gradients, forward and backward."""
+    # A number of tokens that differs from every width of a model: a compiler takes equal ones
+    # for the same.
+    lengths = (7, 6)
+    positions = torch.cat([torch.arange(n) for n in lengths]).to(world.device)
+    tokens = torch.arange(13, device=world.device) % 2
+    given = tokens[None], positions[None], lengths, torch.arange(12).to(tokens), tokens[1:], 1.0
+    try:
+        with torch.no_grad(), policy.routing.micro_batch():
+            policy(*given)
+        with policy.routing.micro_batch():
+            policy(*given)[0].sum().backward()
+    finally:
+        policy.zero_grad(set_to_none=True)
 
 
 def reload_weights(policy: Policy, folder: Path, world: World) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import MicroBatch, on_device
+from .data import MicroBatch, on_device, on_host
 from .routers import RouterSpec
 
 __all__ = [
@@ -58,9 +58,8 @@ class Features:
     @classmethod
     def on_host(cls, inputs: Tensor, logits: Tensor) -> Features:
         """Copies ``[R, L, d]`` and ``[R, L, E]`` from the device without waiting for it."""
-        parts = (part.transpose(0, 1).contiguous() for part in (inputs, logits))
-        # On CUDA the result is in pinned memory.
-        return cls(*(part.to("cpu", non_blocking=True) for part in parts))
+        # Contiguous before the copy, because a strided one would wait.
+        return cls(*(on_host(part.transpose(0, 1).contiguous()) for part in (inputs, logits)))
 
 
 def accumulate_gradient(old: Features, logits: Tensor, predictor: Tensor) -> Tensor:

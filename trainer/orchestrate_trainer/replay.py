@@ -1,8 +1,10 @@
 """Routing replay: the routers of a model execute recorded experts in place of their own choice.
 
 Replay replaces the ``forward`` of the router modules; layers remain the code of transformers.
-Routers compute in float32 or wider. Their weights have the dtype of the hidden states that they are
-multiplied with, as in transformers.
+Routers compute in float32 or wider, and their weights are rounded to the dtype of the hidden states
+that they are multiplied with. In bf16 transformers differs by family: the routers of DeepSeek and
+GLM-4.5 also compute in float32, the others' products are in bf16, and gpt-oss' softmax too. The
+weights of Mixtral, DeepSeek and GLM-4.5 stay in float32 there; those of the others are rounded.
 
 The choice is made in a micro-batch's first forward and kept until the next micro-batch starts. The
 forward that activation checkpointing runs again during backward therefore uses the same experts,
@@ -20,6 +22,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from .compilation import uncompiled
 from .experts import ExpertOrder
 from .routers import FAMILIES, RouterSpec, UnknownRouterError, log_router_probs, spec_of
 
@@ -54,12 +57,14 @@ class _Router:
         self.log_probs: Tensor | None = None
         self._order: ExpertOrder | None = None
 
+    @uncompiled
     def order(self, experts: int) -> ExpertOrder:
         """The order of the chosen ones of ``experts`` experts, sorted once per micro-batch."""
         if self._order is None:
             self._order = ExpertOrder.of(_require(self.chosen), experts)
         return self._order
 
+    @uncompiled
     def __call__(self, hidden: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         module = self.module
         hidden = hidden.reshape(-1, hidden.shape[-1])

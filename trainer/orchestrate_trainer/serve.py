@@ -66,8 +66,9 @@ def serve(given: argparse.Namespace) -> int:
     world = World.join(given.device)
     options = ModelOptions(
         compute=given.compute,
-        activation_checkpointing=not given.keep_activations,
+        activation_checkpointing=given.activation_checkpointing,
         cpu_offload=given.cpu_offload,
+        compile=given.compile == "on",
         experts=given.experts,
         attention=given.attention,
         moments=given.moments,

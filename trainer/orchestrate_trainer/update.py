@@ -71,10 +71,11 @@ class Updater:
     settings: Hyperparameters
     world: World
     plan: StepPlan
-    #: Micro-batches at the rollout weights; ``None`` with a single mini step, whose own forward
-    #: pass is at these weights.
+    #: Results of recompute, one per micro-batch of the step. ``None`` where it did not run: a
+    #: single mini step's own forward pass is at the rollout weights, and only a value head needs
+    #: another before it.
     passes: list[RecomputedPass] | None
-    #: Log-probs under the reference policy ``[n]`` of each micro-batch, on the CPU.
+    #: Log-probs under the reference policy ``[n]`` of each micro-batch, on the device.
     references: list[Tensor] | None
     #: Advantages and returns of a value head.
     estimates: Estimates | None

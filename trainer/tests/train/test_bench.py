@@ -7,6 +7,7 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import needs  # noqa: F401
 
@@ -35,12 +36,24 @@ def test_benchmark_reports_every_arm(tmp_path: Path, sampler: str) -> None:
     arguments = [str(part) for pair in SHAPE.items() for part in pair]
     command = [sys.executable, "-m", "orchestrate_trainer.bench", *arguments]
     done = subprocess.run(
-        [*command, "--sampler", sampler, "--out", str(out), "--markdown", str(table)],
+        [
+            *command,
+            "--sampler",
+            sampler,
+            "--out",
+            str(out),
+            "--markdown",
+            str(table),
+            *(["--expect"] if sampler == "fp8" else []),
+        ],
         capture_output=True,
         text=True,
         env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
     )
-    assert done.returncode == 0, done.stderr
+    judged = [line for line in done.stdout.splitlines() if line.startswith(("met: ", "MISSED: "))]
+    assert len(judged) == (5 if sampler == "fp8" else 0)
+    missed = any(line.startswith("MISSED") for line in judged)
+    assert done.returncode == int(missed), done.stderr
     report = json.loads(out.read_text())
     assert set(report["rows"]) == ARMS and report["failed"] == {}
     for row in report["rows"].values():
@@ -58,7 +71,7 @@ def test_benchmark_reports_every_arm(tmp_path: Path, sampler: str) -> None:
         "the sampler is less precise than the trainer"
     )
     lines = table.read_text().splitlines()
-    assert done.stdout.splitlines() == lines
+    assert done.stdout.splitlines() == lines + judged
     rows = [line for line in lines if line.startswith("| ")]
     assert len(rows) == 1 + len(ARMS) and len({row.count("|") for row in rows}) == 1
     assert "torch " in lines[0] and any(line.startswith("Replay changes") for line in lines)
@@ -94,6 +107,43 @@ def test_a_step_is_the_same_on_the_same_device() -> None:
     )
     assert done.returncode == 0, done.stderr
     assert "{'weights': 0.0, 'loss': 0.0, 'grad_norm': 0.0}" in done.stdout
+
+
+MET: dict[str, Any] = {
+    "rows": {"train_replay": {"mfu": 0.31}},
+    "failed": {},
+    "replay_cost": {"train": {"median": 1.009}},
+    "time_of_plain": {"median": 1.2},
+    "mismatch": {"replay": 1e-5, "own_routes": 1e-4},
+}
+
+
+@pytest.mark.parametrize(
+    ("changed", "missed"),
+    [
+        ({}, []),
+        ({"rows": {"train_replay": {"mfu": 0.29}}}, ["MFU of train replay: 29.0%"]),
+        ({"rows": {"train_replay": {"mfu": None}}}, ["MFU of train replay: unknown"]),
+        ({"replay_cost": {"train": {"median": 1.02}}}, ["time added by replay: +2.00%"]),
+        ({"time_of_plain": {"median": 0.7}}, ["time of plain transformers"]),
+        ({"time_of_plain": None}, ["time of plain transformers over the trainer's: unknown"]),
+        ({"mismatch": {"replay": 1e-4, "own_routes": 1e-4}}, ["mismatch with the sampler"]),
+        (
+            {
+                "rows": {},
+                "failed": {"train_replay": "out of memory"},
+                "replay_cost": {"train": None},
+            },
+            ["arms that ran out of memory: train_replay", "MFU", "time added by replay: unknown"],
+        ),
+    ],
+)
+def test_each_target_is_judged(changed: dict[str, Any], missed: list[str]) -> None:
+    judged = bench.expectations(MET | changed)
+    assert len(judged) == 5
+    found = [text for text, met in judged if not met]
+    assert len(found) == len(missed)
+    assert all(map(str.startswith, found, missed)), found
 
 
 @pytest.mark.parametrize(

@@ -20,6 +20,7 @@ for package in ("torch", "transformers"):
 import torch  # isort: skip  # noqa: E402
 
 from orchestrate_trainer.corrections import Tokens  # noqa: E402
+from orchestrate_trainer.data import on_host  # noqa: E402
 from orchestrate_trainer.measures import Disagreement, Load, Mismatch, Ratio  # noqa: E402
 from orchestrate_trainer.routers import RouterSpec, _top  # noqa: E402
 
@@ -54,6 +55,17 @@ def test_counting_never_waits_for_the_gpu() -> None:
         spec.select(logits)
     finally:
         torch.cuda.set_sync_debug_mode("default")
+
+
+def test_a_copy_on_the_host_is_pinned_and_does_not_wait() -> None:
+    values = torch.arange(3.0, device="cuda")
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        copied = on_host(values)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    torch.cuda.synchronize()
+    assert copied.is_pinned() and copied.tolist() == [0, 1, 2]
 
 
 def test_the_choice_equals_a_stable_sort_on_the_gpu() -> None:

@@ -9,6 +9,7 @@ differences around 1e-6 are expected; the tolerances leave a factor of about 10.
 from __future__ import annotations
 
 from collections import Counter
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +32,7 @@ from test_replay import LENGTHS, replaying, run
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers.integrations import moe
 
+from orchestrate_trainer import experts
 from orchestrate_trainer.batch import Batch
 from orchestrate_trainer.experts import ExpertOrder, packed_experts
 from orchestrate_trainer.learner import Learner
@@ -149,9 +151,29 @@ def test_experts_are_sorted_stably(experts: int) -> None:
     assert torch.equal(order.ends.long(), flat.bincount(minlength=experts).cumsum(0))
 
 
+class UndefinedForIdle(TorchDispatchMode):
+    """A grouped product that writes no gradient of an expert without rows."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func.overloadpacket.__name__ == "_grouped_mm" and args[1].dim() == 2:
+            idle = args[2].diff(prepend=args[2].new_zeros(1)) == 0
+            assert idle.sum() == 1
+            result[idle] = torch.nan
+        return result
+
+
 @families
-def test_packed_experts_equal_a_plain_sum(family: str) -> None:
-    """One module against the formula, where one expert has no token."""
+@pytest.mark.parametrize("path", ["one kernel", "undefined for idle experts", "one by one"])
+def test_packed_experts_equal_a_plain_sum(
+    family: str, path: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One module against the formula, where one expert has no token, also with a kernel that
+    leaves the gradient of such an expert undefined, and without a kernel."""
+    undefined = UndefinedForIdle() if path == "undefined for idle experts" else nullcontext()
+    if path == "one by one":
+        monkeypatch.setattr(experts, "has_grouped_kernel", lambda *_: False)
+        monkeypatch.delattr(F, "grouped_mm")
     module = next(m for m in tiny_model(family).modules() if hasattr(m, "gate_up_proj"))
     generator = torch.Generator().manual_seed(0)
     hidden = torch.randn(11, 16, generator=generator)
@@ -162,18 +184,32 @@ def test_packed_experts_equal_a_plain_sum(family: str) -> None:
     inputs = [hidden, weights, *module.parameters()]
     results = []
     for function in (plain_experts, packed_experts):
-        output = function(module, hidden, chosen, weights)
-        gradients = torch.autograd.grad((output * torch.arange(16)).sum(), inputs)
+        with undefined:
+            output = function(module, hidden, chosen, weights)
+            gradients = torch.autograd.grad((output * torch.arange(16)).sum(), inputs)
         results.append([output, *gradients])
     for wanted, found in zip(*results, strict=True):
         torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-4)
+    for parameter, gradient in zip(module.parameters(), results[1][3:], strict=True):
+        assert gradient.shape == parameter.shape and (gradient[EXPERTS - 1] == 0).all()
+
+
+def test_grouped_products_have_a_kernel_in_bf16_on_hopper_and_blackwell() -> None:
+    bf16, f32 = torch.bfloat16, torch.float32
+    on_cuda = {
+        (dtype, major): experts.has_grouped_kernel(dtype, "cuda", (major, 0))
+        for dtype in (bf16, f32)
+        for major in (7, 8, 9, 10, 11, 12)
+    }
+    assert {case for case, fast in on_cuda.items() if fast} == {(bf16, 9), (bf16, 10)}
+    assert experts.has_grouped_kernel(f32, "cpu", (0, 0))
 
 
 def plain_experts(module: Any, hidden: Any, chosen: Any, weights: Any) -> torch.Tensor:
     outputs = []
-    for token, experts, scales in zip(hidden, chosen.tolist(), weights, strict=True):
+    for token, ids, scales in zip(hidden, chosen.tolist(), weights, strict=True):
         total = torch.zeros_like(token)
-        for expert, scale in zip(experts, scales, strict=True):
+        for expert, scale in zip(ids, scales, strict=True):
             up, down = module.gate_up_proj[expert], module.down_proj[expert]
             if not module.is_transposed:
                 up, down = up.T, down.T

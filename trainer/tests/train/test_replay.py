@@ -19,6 +19,7 @@ import torch  # isort: skip
 from model_families import EXPERTS, TINY, TOP_K, draw_routes, draw_tokens
 from transformers import AutoModelForCausalLM
 
+from orchestrate_trainer.checkpointing import LEVELS
 from orchestrate_trainer.policy import ModelOptions, Policy, load_policy
 
 LENGTHS = (9, 14, 5)
@@ -161,8 +162,8 @@ def test_checkpointed_forward_executes_the_same_experts_again(
     experts the second time, the gradients equal those of a forward that kept its activations."""
     tokens = draw_tokens(LENGTHS)
     gradients, flipped = [], []
-    for checkpointing in (False, True):
-        options = ModelOptions(experts=kernel, activation_checkpointing=checkpointing)
+    for level in LEVELS:
+        options = ModelOptions(experts=kernel, activation_checkpointing=level)
         policy = load_policy(folders[family], options, world)
         routers = policy.routing._routers
         layers = len(routers)
@@ -173,9 +174,10 @@ def test_checkpointed_forward_executes_the_same_experts_again(
             run(policy, tokens).sum().backward()
         flipped.append(len(calls))
         gradients.append([p.grad.full_tensor() for p in policy.parameters()])
-    assert flipped[0] == flipped[1] == layers, "experts were chosen again during backward"
-    for kept, again in zip(*gradients, strict=True):
-        torch.testing.assert_close(kept, again, rtol=1e-4, atol=1e-5)
+    assert flipped == [layers] * len(LEVELS), "experts were chosen again during backward"
+    for kept, *others in zip(*gradients, strict=True):
+        for again in others:
+            torch.testing.assert_close(kept, again, rtol=1e-4, atol=1e-5)
 
 
 def test_bf16_model_has_f32_routers(
