@@ -82,7 +82,7 @@ impl World {
             engine: Arc::new(engine),
             sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
-            plan: Arc::new(config.check().unwrap()),
+            settings: Arc::new(config.check().unwrap()),
             container_limits: SandboxLimits {
                 memory: ByteSize::mib(256),
                 cpu_millis: 1000,
@@ -91,7 +91,7 @@ impl World {
             },
             rules: GradingRules::new(grade_by_summary),
             agent: None,
-            outside: None,
+            external: None,
             logs: None,
             rows: RowSharing::default(),
             tool_servers: Arc::default(),
