@@ -440,7 +440,7 @@ mod tests {
         schemars::JsonSchema,
     )]
     #[serde(rename_all = "kebab-case")]
-    enum Kind {
+    pub(crate) enum Kind {
         Round,
         Square,
     }

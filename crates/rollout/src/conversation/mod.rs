@@ -360,6 +360,44 @@ impl Conversation {
         }
     }
 
+    /// Reads the reply that was sampled last on a sequence, with its whole text. `sampled` is why it ended, and the
+    /// tokens of its prompt: all of them, and those that the engine had cached.
+    fn read_reply(
+        &self,
+        sequence: &Sequence,
+        tools: &[serde_json::Value],
+        sampled: (Finish, usize, usize),
+        live: Option<&LiveText>,
+    ) -> Result<(String, SampledReply), NoReply> {
+        let (finish, prompt_tokens, cached_tokens) = sampled;
+        let chat = &self.context.chat;
+        let token_ids = sequence.buffer.last_turn().to_vec();
+        let text = chat.decode(&token_ids).map_err(|error| NoReply::Failed(error.to_string()))?;
+        // The agent gets what is before the stop string; the branch keeps all that was sampled.
+        let stopped = first_stop(&text, &sequence.stops);
+        let shown = stopped.map_or(text.as_str(), |(before, _)| before);
+        let thinks = chat.opens_thinking(sequence.buffer.last_prompt());
+        let parts = ReplyParts::parse(chat.tool_format(), tools, thinks, shown);
+        let message = parts.message();
+        let thinking = parts.reasoning.as_deref().unwrap_or_default();
+        let reply = SampledReply {
+            contradicts: live.is_some_and(|live| live.was_contradicted(thinking, &message.content)),
+            unread: parts.unread.as_ref().map(ToString::to_string),
+            message,
+            reasoning: parts.reasoning,
+            finish,
+            stop_string: stopped.map(|(_, stop)| stop.to_owned()),
+            number: 0,
+            prompt_tokens,
+            cached_tokens,
+            token_ids,
+            logprobs: sequence.buffer.last_logprobs(),
+            rows: None,
+            deliveries: Mutex::default(),
+        };
+        Ok((text, reply))
+    }
+
     /// Stores a generation in its branch and answers its request.
     fn store(
         &self,
@@ -386,38 +424,13 @@ impl Conversation {
             return;
         };
         target.is_busy = false;
-        let reply = sampled.and_then(|(finish, prompt_tokens, cached_tokens)| {
-            let ids = sequence.buffer.last_turn().to_vec();
-            let text =
-                self.context.chat.decode(&ids).map_err(|e| NoReply::Failed(e.to_string()))?;
-            // The agent gets what is before the stop string; the branch keeps all that was sampled.
-            let stopped = first_stop(&text, &sequence.stops);
-            let shown = stopped.map_or(text.as_str(), |(before, _)| before);
-            let chat = &self.context.chat;
-            let thinks = chat.opens_thinking(sequence.buffer.last_prompt());
-            let parts = ReplyParts::parse(chat.tool_format(), &tools, thinks, shown);
-            let unread = parts.unread.as_ref().map(ToString::to_string);
-            let stop_string = stopped.map(|(_, stop)| stop.to_owned());
-            let message = parts.message();
-            let thinking = parts.reasoning.as_deref().unwrap_or_default();
-            let live = pending.live.as_ref();
-            let contradicts = contradicted
-                || live.is_some_and(|live| live.was_contradicted(thinking, &message.content));
-            let reply = SampledReply {
-                message,
-                reasoning: parts.reasoning,
-                unread,
-                contradicts,
-                finish,
-                stop_string,
-                number: id.ordinal,
-                prompt_tokens,
-                cached_tokens,
-                token_ids: ids,
-                logprobs: sequence.buffer.last_logprobs(),
-                rows: if target.tools == IN_TOKENS { sequence.rows_so_far() } else { None },
-                deliveries: Mutex::default(),
-            };
+        let is_in_tokens = target.tools == IN_TOKENS;
+        let reply = sampled.and_then(|sampled| {
+            let live = pending.live.as_deref();
+            let (text, mut reply) = self.read_reply(&sequence, &tools, sampled, live)?;
+            reply.number = id.ordinal;
+            reply.contradicts |= contradicted;
+            reply.rows = if is_in_tokens { sequence.rows_so_far() } else { None };
             Ok((text, reply))
         });
         let calls = sequence.recorded.take().unwrap_or_default();
