@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EPISODE, Scripted, wait_for
+from conftest import EPISODE, ROOT, Scripted, wait_for
 
 import orchestrate
 from orchestrate import Gateway
@@ -389,6 +390,8 @@ def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, flo
     what = episode.task.row["do"]
     if what == "pid":
         return 1.0, {"pid": os.getpid()}
+    if what == "ask":
+        return float(episode.chat([]).content == "")
     if what == "hang":
         child = subprocess.Popen(["sleep", "600"])
         file = Path(episode.task.row["file"])
@@ -453,6 +456,29 @@ def test_an_environment_that_hangs_or_dies_is_ended_and_replaced(
     assert "exit code 3" in sent[7]["failure"]["message"]
     started = int(file.read_text())
     wait_for(lambda: not is_alive(started), "what the environment started ends with it")
+
+
+def test_an_environment_asks_for_as_long_as_its_gateway_has_patience(scripted: Start) -> None:
+    offered = behaviours(scripted, ["ask"])
+    server = scripted(
+        lambda path, body: None if path.endswith("completions") else offered.answer(path, body)
+    )
+    with Gateway(server.url, patience=0.5) as gateway:
+        assert orchestrate.work(behaving, gateway) == 1
+    # The third pause, of a second, would be too long.
+    assert 1 <= len(server.paths("completions")) <= 3
+    (sent,) = server.paths("finish")
+    assert sent["failure"]["kind"] == "environment"
+    assert "does not answer" in sent["failure"]["message"]
+
+
+def test_a_worker_program_ends_when_its_patience_does() -> None:
+    script = ROOT / "examples/external-agent/agent.py"
+    command = [sys.executable, str(script), "--url", "http://127.0.0.1:9", "--patience", "0.3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "clients/python")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert "error: the gateway http://127.0.0.1:9 does not answer" in ended.stderr
 
 
 def test_functions_run_in_threads_and_work_stops_after_so_many(scripted: Start) -> None:
