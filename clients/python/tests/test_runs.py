@@ -130,8 +130,8 @@ def test_the_external_agent_is_evaluated(start_run: Start, worker: Worker) -> No
     check_journal(run)
     count = len(rows.read_text().splitlines())
     assert run.states() == {"sealed": count}
-    summaries = [json.loads(row[0]) for row in run.rows("SELECT summary FROM attempts")]
-    assert all(summary["response_tokens"] > 0 for summary in summaries)
+    outcomes = [json.loads(row[0]) for row in run.rows("SELECT outcome FROM attempts")]
+    assert {outcome["reward"] for outcome in outcomes} == {0.0, 1.0}
 
 
 def test_a_verifiers_environment_trains_the_bundled_policy(start_run: Start) -> None:
