@@ -21,9 +21,9 @@ def repair(episode: orchestrate.Episode) -> float:
         {"role": "tool", "tool_call_id": "read", "content": listing},
     ]
     for call in episode.chat(messages).tool_calls:
-        line = call.arguments.get("line")
-        if call.name == "edit" and line in range(1, len(lines) + 1):
-            lines[line - 1] = str(call.arguments.get("new"))
+        match call.name, call.arguments:
+            case "edit", {"line": int(line), "new": str(new)} if 0 < line <= len(lines):
+                lines[line - 1] = new
     return float(lines == fixed)
 
 
