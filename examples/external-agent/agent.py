@@ -1,61 +1,31 @@
-"""An external agent that uses only httpx: the protocol of docs/src/agents-external.md.
+"""An external agent: it shows the policy a module with one wrong line, and asks for an edit.
 
-It answers each task of `rows.jsonl` with one request, and is rewarded for a short reply.
+The module is compared, never executed, so that it needs no sandbox.
 """
 
-import argparse
-import threading
-import uuid
+import json
 
-import httpx
+import orchestrate
 
 
-def beat(http: httpx.Client, path: str, period: float, over: threading.Event) -> None:
-    """Sends heartbeats until the episode is over."""
-    while not over.wait(period):
-        http.post(f"{path}/heartbeat")
-
-
-def run(http: httpx.Client, episode: dict) -> None:
-    """Runs one episode, and returns its reward."""
-    path, over = f"/v1/episodes/{episode['lease']}", threading.Event()
-    heartbeats = threading.Thread(target=beat, args=(http, path, episode["lease_s"] / 4, over))
-    heartbeats.start()
-    try:
-        reply = http.post(
-            episode["openai_path"] + "/chat/completions",
-            headers={"authorization": f"Bearer {episode['api_key']}"},
-            json={
-                "model": episode["model"],
-                "messages": [{"role": "user", "content": episode["task"]["prompt"]}],
-            },
-            timeout=episode["time_s"],
-        )
-        reply.raise_for_status()
-        text = reply.json()["choices"][0]["message"]["content"] or ""
-        result = {"reward": 1 / (1 + len(text)), "metrics": {"characters": len(text)}}
-    except httpx.HTTPError as error:
-        result = {"failure": {"kind": "environment", "message": str(error)}}
-    finally:
-        over.set()
-    heartbeats.join()
-    print(episode["attempt"], result, http.post(f"{path}/finish", json=result).json(), flush=True)
-
-
-def main() -> None:
-    """Takes episodes until the run is over."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--url", default="http://127.0.0.1:4170", help="the run's gateway")
-    with httpx.Client(base_url=parser.parse_args().url, timeout=90) as http:
-        while True:
-            body = {"worker": "example", "take_id": uuid.uuid4().hex, "wait_s": 25}
-            taken = http.post("/v1/episodes/take", json=body)
-            if taken.status_code == 410:
-                return
-            taken.raise_for_status()
-            if taken.status_code == 200:
-                run(http, taken.json())
+def repair(episode: orchestrate.Episode) -> float:
+    """Runs one episode, and returns its reward: 1 if the policy's edit repairs the module."""
+    lines, fixed = (episode.task.row[name].splitlines() for name in ("module", "fixed"))
+    # The agent reads the module itself, and tells the policy as if it had asked for that.
+    read = {"name": "bash", "arguments": json.dumps({"command": "cat -n module.py"})}
+    listing = "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
+    calls = [{"id": "read", "type": "function", "function": read}]
+    messages = [
+        {"role": "user", "content": episode.task.prompt},
+        {"role": "assistant", "tool_calls": calls},
+        {"role": "tool", "tool_call_id": "read", "content": listing},
+    ]
+    for call in episode.chat(messages).tool_calls:
+        match call.name, call.arguments:
+            case "edit", {"line": int(line), "new": str(new)} if 0 < line <= len(lines):
+                lines[line - 1] = new
+    return float(lines == fixed)
 
 
 if __name__ == "__main__":
-    main()
+    orchestrate.main(repair)

@@ -9,13 +9,13 @@ def act(call: orchestrate.ToolCall, lines: list[str], fixed: list[str]) -> str:
         arguments = call.arguments
     except orchestrate.MalformedCall as error:
         return f"{call.name} call is not valid: {error}"
-    match call.name:
-        case "bash" if str(arguments.get("command")).startswith("cat"):
+    match call.name, arguments:
+        case "bash", {"command": str(command)} if command.startswith("cat"):
             return "\n".join(f"{number:6}\t{line}" for number, line in enumerate(lines, 1))
-        case "bash":
+        case "bash", _:
             return "ok" if lines == fixed else "exit 1\nFAILED"
-        case "edit" if arguments.get("line") in range(1, len(lines) + 1):
-            lines[arguments["line"] - 1] = str(arguments.get("new"))
+        case "edit", {"line": int(line), "new": str(new)} if 0 < line <= len(lines):
+            lines[line - 1] = new
             return "ok"
     return f"{call.name} call is not valid"
 

@@ -44,6 +44,8 @@ class Connection:
 
     verify: Any = True
     cert: Any = None
+    #: Seconds for which a gateway that does not answer is asked again.
+    patience: float = PATIENCE_S
 
     def client(self) -> httpx.Client:
         """A new client. Variables for proxies are ignored."""
@@ -73,7 +75,7 @@ class Gateway(GatewayBase):
 
     def _connect(self, verify: Any, cert: Any) -> None:
         #: How connections are made; another process can make its own with it.
-        self.connection = Connection(verify, cert)
+        self.connection = Connection(verify, cert, self.patience)
         self.http = self.connection.client()
 
     def take(self, timeout: float | None = None) -> Episode:
@@ -91,7 +93,7 @@ class Gateway(GatewayBase):
             wait = WAIT_S if end is None else min(WAIT_S, end - time.monotonic())
             body = self.post("/v1/episodes/take", request.body(wait))
             if body is not None:
-                return Episode(Taken.read(body), self.url, self.http, self)
+                return Episode(Taken.read(body), self.url, self.http, self.patience, self)
             if end is not None and time.monotonic() >= end:
                 raise TimeoutError(f"no episode was offered within {timeout} s")
 
@@ -126,9 +128,17 @@ class Episode(EpisodeBase):
     environment (`AgentFailure`: of the policy), and an interrupt gives the episode back.
     """
 
-    def __init__(self, taken: Taken, url: str, http: httpx.Client, gateway: Gateway | None) -> None:
+    def __init__(
+        self,
+        taken: Taken,
+        url: str,
+        http: httpx.Client,
+        patience: float,
+        gateway: Gateway | None = None,
+    ) -> None:
         super().__init__(taken, url)
         self._url = url
+        self._patience = patience
         self._gateway = gateway
         self._http = http
         self._over = threading.Event()
@@ -164,7 +174,7 @@ class Episode(EpisodeBase):
         if self.is_graded:
             raise OrchestrateError("a reward function cannot ask the policy")
         request = self._chat_request(messages, tools, max_tokens)
-        tries = ChatTries(self._gateway.patience if self._gateway else PATIENCE_S)
+        tries = ChatTries(self._patience)
         while True:
             reply = post(self._http, **request)
             problem = problem_of(reply)

@@ -297,7 +297,7 @@ def _serve(function: Environment, connection: Connection, url: str, pipe: Pipe) 
             taken, work = pipe.recv()
         except (EOFError, OSError):
             return
-        episode = Episode(taken, url, http, None)
+        episode = Episode(taken, url, http, connection.patience)
         try:
             pipe.send(function.act(episode) if work is None else function.grade(episode, work))
         except LeaseOver:

@@ -21,6 +21,7 @@ from .environment import (
     return_verdict,
     run_here,
 )
+from .shared import PATIENCE_S
 from .wire import LeaseOver, OrchestrateError, RunOver
 
 logger = logging.getLogger("orchestrate")
@@ -155,13 +156,21 @@ class _Pool:
 def main(function: Function | Environment) -> None:
     """Runs workers as a program, which exits when the run ends.
 
-    Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers` and `--secret-env`, the name
-    of the variable that holds the secret (by default `ORCHESTRATE_SECRET`).
+    Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers`, `--patience` (see `Gateway`)
+    and `--secret-env`, the name of the variable that holds the secret (by default
+    `ORCHESTRATE_SECRET`).
     """
     parser = argparse.ArgumentParser(description=function.__doc__)
     default = os.environ.get("ORCHESTRATE_URL", "http://127.0.0.1:4170")
     parser.add_argument("--url", default=default, help=f"the run's gateway [{default}]")
     parser.add_argument("--workers", type=int, default=1, help="episodes at the same time [1]")
+    parser.add_argument(
+        "--patience",
+        type=float,
+        default=PATIENCE_S,
+        metavar="SECONDS",
+        help=f"how long a gateway that does not answer is asked again [{PATIENCE_S:g}]",
+    )
     parser.add_argument(
         "--secret-env",
         default="ORCHESTRATE_SECRET",
@@ -172,7 +181,8 @@ def main(function: Function | Environment) -> None:
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     signal.signal(signal.SIGTERM, _interrupt)
-    with Gateway(options.url, os.environ.get(options.secret_env)) as gateway:
+    secret = os.environ.get(options.secret_env)
+    with Gateway(options.url, secret, patience=options.patience) as gateway:
         try:
             returned = work(function, gateway, workers=options.workers)
         except OrchestrateError as error:

@@ -53,6 +53,7 @@ class Scripted:
     the connection."""
 
     def __init__(self, answer: Callable[[str, Any], tuple[int, Any] | None]) -> None:
+        self.answer = answer
         self.requests: list[tuple[str, Any]] = []
         self.headers: list[dict[str, str]] = []
         outer = self

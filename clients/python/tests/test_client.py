@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import runpy
 import subprocess
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import EPISODE, Scripted, wait_for
+from conftest import EPISODE, ROOT, TASK, Scripted, wait_for
 
 import orchestrate
 from orchestrate import Gateway
@@ -389,6 +391,8 @@ def behaving(episode: orchestrate.Episode) -> float | tuple[float, dict[str, flo
     what = episode.task.row["do"]
     if what == "pid":
         return 1.0, {"pid": os.getpid()}
+    if what == "ask":
+        return float(episode.chat([]).content == "")
     if what == "hang":
         child = subprocess.Popen(["sleep", "600"])
         file = Path(episode.task.row["file"])
@@ -453,6 +457,57 @@ def test_an_environment_that_hangs_or_dies_is_ended_and_replaced(
     assert "exit code 3" in sent[7]["failure"]["message"]
     started = int(file.read_text())
     wait_for(lambda: not is_alive(started), "what the environment started ends with it")
+
+
+def test_an_environment_asks_for_as_long_as_its_gateway_has_patience(scripted: Start) -> None:
+    offered = behaviours(scripted, ["ask"])
+    server = scripted(
+        lambda path, body: None if path.endswith("completions") else offered.answer(path, body)
+    )
+    with Gateway(server.url, patience=0.5) as gateway:
+        assert orchestrate.work(behaving, gateway) == 1
+    # The third pause, of a second, would be too long.
+    assert 1 <= len(server.paths("completions")) <= 3
+    (sent,) = server.paths("finish")
+    assert sent["failure"]["kind"] == "environment"
+    assert "does not answer" in sent["failure"]["message"]
+
+
+def test_a_worker_program_ends_when_its_patience_does() -> None:
+    script = ROOT / "examples/external-agent/agent.py"
+    command = [sys.executable, str(script), "--url", "http://127.0.0.1:9", "--patience", "0.3"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "clients/python")}
+    ended = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
+    assert ended.returncode == 1, ended.stderr
+    assert "error: the gateway http://127.0.0.1:9 does not answer" in ended.stderr
+
+
+@pytest.mark.parametrize("line", ["1.0", "[1]", "0", "9", "null", '"1"'])
+def test_the_examples_leave_a_call_without_a_valid_line_to_the_policy(
+    scripted: Start, line: str
+) -> None:
+    arguments = f'{{"path": "a.py", "line": {line}, "new": "return 2"}}'
+    function = {"name": "edit", "arguments": arguments}
+    message = {"role": "assistant", "tool_calls": [{"id": "c", "function": function}]}
+    reply = {"choices": [{"message": message, "finish_reason": "tool_calls"}]}
+    row = {"module": "return 1", "fixed": "return 2"}
+    episode = {**EPISODE, "task": {**TASK, "row": row}}
+    server = scripted(
+        lambda path, body: (
+            (200, reply)
+            if path.endswith("completions")
+            else (200, episode if path.endswith("take") else {"outcome": "scored"})
+        )
+    )
+    repair = runpy.run_path(str(ROOT / "examples/external-agent/agent.py"))["repair"]
+    with Gateway(server.url) as gateway:
+        assert orchestrate.work(repair, gateway, episodes=1) == 1
+    assert server.paths("finish") == [{"reward": 0.0, "metrics": {}}]
+    act = runpy.run_path(str(ROOT / "examples/python-environment/environment.py"))["act"]
+    lines = ["return 1"]
+    call = orchestrate.ToolCall("c", "edit", arguments)
+    assert act(call, lines, ["return 2"]) == "edit call is not valid"
+    assert lines == ["return 1"]
 
 
 def test_functions_run_in_threads_and_work_stops_after_so_many(scripted: Start) -> None:

@@ -98,22 +98,40 @@ def test_a_python_environment_with_sandboxes_trains_the_bundled_policy(
     assert run.states().keys() == {"sealed"}
 
 
-def test_the_agent_without_the_client_is_evaluated(start_run: Start, worker: Worker) -> None:
+def test_the_external_agent_trains_the_bundled_policy_and_outlives_a_kill(
+    start_run: Start, worker: Worker
+) -> None:
+    run = start_run("run", *CONFIG, *listen(free_port()), *settings("run.steps=6"))
+    script = EXAMPLES / "external-agent/agent.py"
+    process = worker(script, "--url", run.url, "--workers", "4", "--patience", "240")
+    wait_for(lambda: run.states().get("sealed", 0) >= 8, "episodes have ended")
+    run.kill()
+    run.resume()
+    assert run.wait() == 0, run.log()
+    assert process.wait(300) == 0
+    check_journal(run)
+    lines = [json.loads(line) for line in (run.folder / "metrics.jsonl").read_text().splitlines()]
+    steps = [line for line in lines if "reward_mean" in line]
+    assert [line["global_step"] for line in steps] == [1, 2, 3, 4, 5, 6]
+    for line in steps:
+        assert 0.0 < line["reward_mean"] < 1.0
+        assert line["groups_kept"] == 3
+        assert line["grad_norm"] > 0.0
+        assert line["routing_missing"] == 0
+
+
+def test_the_external_agent_is_evaluated(start_run: Start, worker: Worker) -> None:
     rows = EXAMPLES / "python-environment/rows.jsonl"
-    policy = "engine.model=environments/micro/policy"
-    run = start_run(
-        *("gateway", "--tasks", str(rows), "--listen", "127.0.0.1:0"),
-        *settings(policy, "rollout.max_response_tokens=32"),
-    )
+    arguments = ("gateway", "--tasks", str(rows), "--listen", "127.0.0.1:0")
+    run = start_run(*arguments, *settings("engine.model=environments/micro/policy"))
     process = worker(EXAMPLES / "external-agent/agent.py", "--url", run.url)
     assert run.wait() == 0, run.log()
     assert process.wait(300) == 0
     check_journal(run)
     count = len(rows.read_text().splitlines())
     assert run.states() == {"sealed": count}
-    summaries = [json.loads(row[0]) for row in run.rows("SELECT summary FROM attempts")]
-    assert all(summary["response_tokens"] > 0 for summary in summaries)
-    assert all(summary["metrics"].keys() == {"characters"} for summary in summaries)
+    outcomes = [json.loads(row[0]) for row in run.rows("SELECT outcome FROM attempts")]
+    assert {outcome["reward"] for outcome in outcomes} == {0.0, 1.0}
 
 
 def test_a_verifiers_environment_trains_the_bundled_policy(start_run: Start) -> None:
