@@ -1,4 +1,4 @@
-//! How a request begins: its place, its prompt and its generation, or the reply that it is owed.
+//! How a request begins: its branch point, its prompt and its generation, or the reply that it is owed.
 
 use super::live::LiveText;
 use super::pending::{Client, Waiting};
@@ -130,7 +130,7 @@ impl Conversation {
         Some(Arc::new(LiveText::new(Arc::clone(chat), reply, thinks, stops, text)))
     }
 
-    /// Finds the place of a request and prepares its sequence.
+    /// Finds the branch point of a request and prepares its sequence.
     pub(super) fn plan(
         &self,
         state: &mut State,

@@ -16,7 +16,7 @@ use std::sync::Arc;
 const BYTES_PER_TOKEN: usize = 32;
 
 impl Conversation {
-    /// The prompt of a request at a place: number of tokens that the branch has, and those that follow.
+    /// The prompt of a request at a branch point: number of tokens that the branch has, and those that follow.
     pub(super) fn prompt_at(
         &self,
         tree: &Tree<Sequence>,
@@ -56,7 +56,7 @@ impl Conversation {
         Ok((head, chat.delta_with(&new, last, &tools.shown).map_err(refused)?))
     }
 
-    /// The prompt of a request in tokens at a place.
+    /// The prompt of a request in tokens at a branch point.
     fn tokens_at(
         &self,
         tree: &Tree<Sequence>,
@@ -95,7 +95,7 @@ impl Conversation {
         message
     }
 
-    /// The branch for a place, begun if necessary, without the messages and tokens that are new. `messages` are
+    /// The branch for a branch point, begun if necessary, without the messages and tokens that are new. `messages` are
     /// all messages of the request, and `tail` the new tokens. Also returns why a branch began that the place
     /// does not begin.
     pub(super) fn branch_at(
@@ -161,7 +161,7 @@ impl Conversation {
         (number, forked(ForkCause::Thinking))
     }
 
-    /// Begins a branch after the first steps of another, which have `tokens` tokens.
+    /// Begins a branch after the first segments of another, which have `tokens` tokens.
     fn fork(&self, state: &mut State, parent: usize, segments: usize, tokens: usize) -> usize {
         let number = state.tree.branches.len();
         if let Some(from) = state.tree.branches.get(parent) {
@@ -193,7 +193,7 @@ impl Conversation {
         }
     }
 
-    /// The first `segments` steps of a branch without the thinking that the chat template leaves out before the
+    /// The first `segments` segments of a branch without the thinking that the chat template leaves out before the
     /// messages that follow them in `messages`; `None` if it leaves out nothing.
     fn dropped_thinking(
         &self,

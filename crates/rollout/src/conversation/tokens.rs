@@ -5,7 +5,7 @@ use crate::sequence::Sequence;
 use orchestrate_types::TokenId;
 
 impl Tree<Sequence> {
-    /// Finds the place of a prompt in tokens: after the longest common beginning that ends with a
+    /// Finds the branch point of a prompt in tokens: after the longest common beginning that ends with a
     /// reply. `was_answered` says whether this prompt was sampled before.
     pub(super) fn locate_tokens(&self, prompt: &[TokenId], was_answered: bool) -> BranchPoint {
         let mut best: Option<(usize, bool, BranchPoint)> = None;

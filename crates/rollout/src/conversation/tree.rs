@@ -184,14 +184,14 @@ pub(crate) struct Branch<L> {
 pub(crate) enum BranchPoint {
     /// It continues a branch after its last reply.
     Tip { branch: usize },
-    /// It departs from a branch after `segments` steps, the last of which is a reply that ends at `tokens`.
+    /// It departs from a branch after `segments` segments, the last of which is a reply that ends at `tokens`.
     Fork { branch: usize, segments: usize, tokens: usize, cause: ForkCause },
     /// It has no reply in common with any branch. `cause` is absent for the first request.
     Root { cause: Option<ForkCause> },
 }
 
 impl BranchPoint {
-    /// How many of the request's messages the place already has.
+    /// How many of the request's messages the branch already has.
     pub(crate) fn segments<L>(self, tree: &Tree<L>) -> usize {
         match self {
             Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.segments.len()),
@@ -200,7 +200,7 @@ impl BranchPoint {
         }
     }
 
-    /// Number of the reply that a request of this place continues.
+    /// Number of the reply that a request at this point continues.
     pub(crate) fn reply<L>(self, tree: &Tree<L>) -> Option<u32> {
         let (Self::Tip { branch } | Self::Fork { branch, .. }) = self else { return None };
         match tree.branches.get(branch)?.segments.get(self.segments(tree).checked_sub(1)?)? {
@@ -229,7 +229,7 @@ impl<L> Tree<L> {
         Self { branches: Vec::new() }
     }
 
-    /// Finds the place of a request: after the longest common history that ends with a reply. Of equal
+    /// Finds the branch point of a request: after the longest common history that ends with a reply. Of equal
     /// ones, the end of a branch is preferred, so that nothing forks without need, and then a branch that
     /// answered the same request.
     pub(crate) fn locate(&self, tools: &[u8; 32], messages: &[Arc<HistoryMessage>]) -> BranchPoint {
@@ -306,7 +306,7 @@ impl<L> Tree<L> {
 }
 
 impl<L> Branch<L> {
-    /// Number of leading steps that are the request's first messages.
+    /// Number of leading segments that are the request's first messages.
     pub(super) fn common(&self, messages: &[Arc<HistoryMessage>]) -> usize {
         let pairs = self.segments.iter().zip(messages);
         pairs
@@ -317,7 +317,7 @@ impl<L> Branch<L> {
             .count()
     }
 
-    /// The last reply among the first `common` steps: number of steps up to it, and of tokens.
+    /// The last reply among the first `common` segments: number of segments up to it, and of tokens.
     fn last_reply(&self, common: usize) -> Option<(usize, usize)> {
         let segments = self.segments.get(..common)?;
         segments.iter().enumerate().rev().find_map(|(index, segment)| match segment {
