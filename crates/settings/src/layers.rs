@@ -158,6 +158,7 @@ impl Layers {
         } else {
             format!("--set {assignment}")
         };
+        let known = self.problems.len();
         match assignment_as_toml(assignment) {
             Some(text) => self.add(&text, &|_| place.clone()),
             None => self.problems.push(ConfigProblem {
@@ -166,6 +167,11 @@ impl Layers {
                 remedy: "must be KEY=VALUE, like rollout.group_size=8".to_owned(),
                 origin: Some(place),
             }),
+        }
+        // The key that is meant may be one of a secret.
+        let added = self.problems.iter_mut().skip(known);
+        for problem in added.filter(|problem| problem.found == Found::UnknownKey) {
+            problem.origin = Some(format!("--set {key}"));
         }
     }
 
@@ -572,7 +578,7 @@ mod tests {
                 "c.toml:5:1: unknown key first.parts[0].cuont; did you mean `count`?",
                 "c.toml:6:9: first.parts[0].count = 1.5: must be a whole number",
                 "--set first.number=-1: must be at least 1",
-                "--set first.nothing=1: unknown key first.nothing",
+                "--set first.nothing: unknown key first.nothing",
             ]
         );
     }
