@@ -133,6 +133,9 @@ async fn read<W: Wire>(
     if request.thinking.is_some_and(|wanted| !episode.sampler().switches_thinking(wanted)) {
         request.overridden.add_thinking();
     }
+    if !request.tools.is_empty() && !episode.sampler().shows_tools() {
+        request.overridden.add_tools();
+    }
     Ok((request, wire))
 }
 

@@ -38,6 +38,11 @@ pub trait Sampler: Send + Sync + Debug {
         true
     }
 
+    /// Whether the policy sees the tools of a request.
+    fn shows_tools(&self) -> bool {
+        true
+    }
+
     /// Samples one reply. A request for `n` replies makes `n` calls at the same time, with
     /// `sample` from 0 to n − 1. The future is dropped when the client goes away.
     ///

@@ -28,7 +28,7 @@ use lru::LruCache;
 use orchestrate_types::TokenId;
 use std::borrow::Cow;
 use std::num::NonZeroUsize;
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 /// Stands for the sampled text while a delta is derived. Templates render it unchanged.
 const PLACEHOLDER: &str = "ORCHESTRATE-SAMPLED-TEXT";
@@ -174,6 +174,7 @@ pub struct ChatModel {
     /// have tools or none, as those of an agent.
     tool_use: Option<ProbedTemplate>,
     tool_format: Option<ToolFormat>,
+    shows_tools_of_requests: OnceLock<bool>,
     end_of_turn: TokenId,
     end_of_turn_text: String,
     stop_token_ids: Vec<TokenId>,
@@ -294,6 +295,7 @@ impl ChatModel {
             codec: Codec::new(tokenizer),
             options,
             tool_format: None,
+            shows_tools_of_requests: OnceLock::new(),
             end_of_turn: 0,
             end_of_turn_text: String::new(),
             stop_token_ids,
@@ -360,6 +362,20 @@ impl ChatModel {
         let template = &self.template_for(&self.input).template;
         let shown = |input| template.render_input(&opening, input, true).ok();
         shown(&self.input) != shown(&TemplateInput::new(&[], self.input.thinking))
+    }
+
+    /// Whether prompts of requests with tools show these, as far as a probe tells.
+    pub fn shows_tools_of_requests(&self) -> bool {
+        *self.shows_tools_of_requests.get_or_init(|| {
+            let opening = [message("user", "x")];
+            let template = &self.template_with(true).template;
+            let shown = |tools: &[serde_json::Value]| {
+                let input = TemplateInput::new(tools, self.options.thinking);
+                template.render_input(&opening, &input, true).ok()
+            };
+            let without = shown(&[]);
+            without.is_none() || shown(&[probe_tool()]) != without
+        })
     }
 
     /// Parts of messages that prompts with tools, or those without, show.

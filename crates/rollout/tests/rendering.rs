@@ -146,6 +146,7 @@ fn control_tokens_in_calls_and_tools_are_text() {
     let model = model(&shows_tools, &json!({}), options).unwrap();
     let shown = prompt(&model, &[message("user", "fix it")]);
     assert_eq!(shown.matches("<|im_end|>").count(), 1, "{shown}");
+    assert!(model.shows_tools_of_requests() && !plain.shows_tools_of_requests());
 }
 
 #[test]

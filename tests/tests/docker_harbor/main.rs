@@ -111,7 +111,7 @@ fn docker_harbor_tasks_are_evaluated_with_a_shared_and_a_separate_verifier() {
     }
     let output = run(&arguments).unwrap();
     assert!(output.status.success(), "{}", stderr(&output));
-    assert!(stderr(&output).contains("1 Harbor tasks with several steps"), "{}", stderr(&output));
+    assert!(stderr(&output).contains("1 Harbor task with several steps"), "{}", stderr(&output));
     let found: Value = serde_json::from_slice(&output.stdout).unwrap();
     assert_eq!(found["baseline"]["tasks"], 2, "{found:#}");
     assert_eq!(found["baseline"]["pass_at_1"], 1.0, "{found:#}");

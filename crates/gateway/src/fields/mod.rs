@@ -90,6 +90,11 @@ impl Overridden {
         self.add("thinking");
     }
 
+    /// Adds that the policy does not see the tools.
+    pub(crate) fn add_tools(&mut self) {
+        self.add("tools");
+    }
+
     /// Adds a path. Characters that headers cannot have are replaced.
     fn add(&mut self, path: &str) {
         if self.0.len() < MAX_LISTED {

@@ -65,6 +65,10 @@ impl Sampler for ConversationSampler {
         self.conversation.chat().thinking_for(Some(wanted)) == Some(wanted)
     }
 
+    fn shows_tools(&self) -> bool {
+        self.show_tools && self.conversation.chat().shows_tools_of_requests()
+    }
+
     async fn sample(
         &self,
         request: &Arc<SampleRequest>,

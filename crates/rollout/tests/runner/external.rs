@@ -338,6 +338,28 @@ async fn a_reply_that_was_not_read_over_the_network_is_sent_again() {
 }
 
 #[tokio::test]
+async fn tools_that_prompts_do_not_show_are_listed() {
+    let work = async |worker: Worker| {
+        let path = format!("{}/chat/completions", worker.taken("openai_path"));
+        let tool = json!({"type": "function", "function": {
+            "name": "bash", "parameters": {"type": "object", "properties": {}}}});
+        let messages = json!([{"role": "user", "content": "a"}]);
+        let mut listed = Vec::new();
+        for tools in [json!([]), json!([tool])] {
+            let reply = worker.post(&path, &json!({"tools": tools, "messages": messages})).await;
+            assert_eq!(reply.status(), 200);
+            let fields = reply.headers().get("x-overridden-fields");
+            listed.push(fields.map_or("", |fields| fields.to_str().unwrap()).to_owned());
+        }
+        worker.finish(&reward(1.0)).await;
+        listed
+    };
+    let reply = |_| stop(turn_ids(&[bash("ls")]));
+    let (_, listed, _) = attempt(request(), RolloutSection::default(), reply, work).await;
+    assert_eq!(listed, ["", "tools"]);
+}
+
+#[tokio::test]
 async fn agents_decide_how_their_replies_are_sampled_in_evaluations_alone() {
     let work = async |worker: Worker| {
         let openai = worker.taken("openai_path");
