@@ -259,6 +259,9 @@ class Child:
                     self.kill()
                     return Verdict("timeout", message=f"the {name} took longer than {timeout} s")
         except (EOFError, OSError):
+            if stop.is_set():
+                self.kill()
+                return None
             self._process.join(1.0)
             code = self._process.exitcode
             self.kill()
@@ -272,7 +275,10 @@ class Child:
         return self._process.is_alive()
 
     def kill(self) -> None:
-        """Kills the process and everything that it started."""
+        """Kills the process and everything that it started. A second call does nothing: another
+        process may have its number by then."""
+        if self._pipe.closed:
+            return
         pid = self._process.pid
         if pid is not None:
             with contextlib.suppress(OSError):

@@ -9,6 +9,7 @@ import os
 import signal
 import sys
 import threading
+import time
 import types
 
 from .client import Episode, Gateway
@@ -25,6 +26,9 @@ from .shared import PATIENCE_S
 from .wire import LeaseOver, OrchestrateError, RunOver
 
 logger = logging.getLogger("orchestrate")
+
+#: Seconds for which workers may give back their episodes after an interrupt.
+STOP_S = 10.0
 
 
 def work(
@@ -58,9 +62,14 @@ def work(
                 thread.join(0.2)
     except BaseException:
         pool.stop.set()
+        end = time.monotonic() + STOP_S
         for thread in threads:
-            thread.join(10.0)
+            thread.join(max(0.0, end - time.monotonic()))
         raise
+    finally:
+        # The interpreter waits for every child that is left, e.g. of a thread that still asks a
+        # gateway that is away.
+        pool.kill()
     if pool.error is not None:
         raise pool.error
     return pool.returned
@@ -82,13 +91,17 @@ class _Pool:
         self.lock = threading.Lock()
         self.returned = 0
         self.error: BaseException | None = None
+        self._children: list[Child] = []
 
     def run(self) -> None:
         """The loop of one worker."""
         child: Child | None = None
         try:
             while not self.stop.is_set() and self._may_take():
-                child = self._one(child)
+                if not self.in_process and (child is None or not child.is_alive):
+                    # Before an episode is taken, whose time limit runs from then on.
+                    child = self._start()
+                self._one(child)
         except RunOver:
             pass
         except BaseException as error:
@@ -106,15 +119,24 @@ class _Pool:
                 self.left -= 1
             return True
 
-    def _one(self, child: Child | None) -> Child | None:
-        """Runs an episode in `child` or a new one. Returns the child for the next episode."""
-        if not self.in_process and (child is None or not child.is_alive):
-            assert isinstance(self.function, Environment)
-            # Start it before taking an episode, whose time limit runs from then on.
-            child = Child(self.function, self.gateway.connection, self.gateway.url)
+    def _start(self) -> Child:
+        assert isinstance(self.function, Environment)
+        child = Child(self.function, self.gateway.connection, self.gateway.url)
+        with self.lock:
+            self._children = [*(other for other in self._children if other.is_alive), child]
+        return child
+
+    def kill(self) -> None:
+        """Kills the children that are left."""
+        with self.lock:
+            for child in self._children:
+                child.kill()
+
+    def _one(self, child: Child | None) -> None:
+        """Runs an episode, in `child` if there is one."""
         episode = self._take()
         if episode is None:
-            return child
+            return
         try:
             with episode:
                 if child is None:
@@ -132,7 +154,6 @@ class _Pool:
                 self.returned += 1
         except LeaseOver as error:
             logger.warning("episode %s: %s", episode.taken.attempt, error)
-        return child
 
     def _run_apart(
         self, child: Child, environment: Environment, episode: Episode
@@ -180,17 +201,21 @@ def main(function: Function | Environment) -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     secret = os.environ.get(options.secret_env)
-    with Gateway(options.url, secret, patience=options.patience) as gateway:
-        try:
+    try:
+        with Gateway(options.url, secret, patience=options.patience) as gateway:
             returned = work(function, gateway, workers=options.workers)
-        except OrchestrateError as error:
-            sys.exit(f"error: {error}")
-        except KeyboardInterrupt:
-            sys.exit(130)
+    except OrchestrateError as error:
+        sys.exit(f"error: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
     print(f"{returned} episodes returned", file=sys.stderr)
 
 
 def _interrupt(_signal: int, _frame: types.FrameType | None) -> None:
+    # The next one ends the process at once; its children end with it.
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, signal.SIG_DFL)
     raise KeyboardInterrupt

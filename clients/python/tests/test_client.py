@@ -6,6 +6,7 @@ import asyncio
 import json
 import os
 import runpy
+import signal
 import subprocess
 import sys
 import threading
@@ -517,3 +518,53 @@ def test_functions_run_in_threads_and_work_stops_after_so_many(scripted: Start) 
         assert orchestrate.work(behaving, gateway, episodes=1, in_process=True) == 1
     assert [body["reward"] for body in server.paths("finish")[:7]] == [0.5] * 7
     assert json.dumps(server.paths("finish")[7]).count("KeyError") == 2
+
+
+#: A worker's script. Its first argument is a file that tells that a child has started.
+SCRIPT = """
+import os, sys
+from pathlib import Path
+import orchestrate
+from orchestrate import workers
+
+workers.STOP_S = 0.0
+
+@orchestrate.environment
+def idle(episode):
+    return 0.0
+
+if __name__ == "__main__":
+    idle.main()
+else:
+    Path(os.environ["CHILDREN"], str(os.getpid())).touch()
+"""
+
+
+@pytest.mark.parametrize("interrupt", [None, signal.SIGTERM, signal.SIGINT])
+def test_workers_that_get_no_episode_end_with_their_children(
+    scripted: Start, tmp_path: Path, interrupt: signal.Signals | None
+) -> None:
+    # Either the secret is wrong, or the gateway is away for as long as the test takes.
+    server = scripted(lambda *_: (403, {}) if interrupt is None else (503, {}))
+    script, children = tmp_path / "idle.py", tmp_path / "children"
+    script.write_text(SCRIPT)
+    children.mkdir()
+    process = subprocess.Popen(
+        [sys.executable, str(script), "--workers", "2", "--url", server.url],
+        env={**os.environ, "PYTHONPATH": str(ROOT / "clients/python"), "CHILDREN": str(children)},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        if interrupt is not None:
+            wait_for(lambda: len(server.requests) >= 2, "both workers ask for an episode")
+            process.send_signal(interrupt)
+        _, printed = process.communicate(timeout=240)
+    finally:
+        process.kill()
+    assert process.returncode == (1 if interrupt is None else 130), printed
+    assert "Traceback" not in printed
+    assert ("error: " in printed) == (interrupt is None)
+    pids = [int(file.name) for file in children.iterdir()]
+    assert pids
+    wait_for(lambda: not any(map(is_alive, pids)), "the children end")

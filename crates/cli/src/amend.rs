@@ -80,6 +80,12 @@ fn key(assignment: &str) -> &str {
     renamed.map_or(written, |(_, new)| new)
 }
 
+/// An assignment as it is recorded: with the key's present name.
+pub(crate) fn recorded(assignment: &str) -> String {
+    let value = assignment.split_once('=').map(|(_, value)| format!("={}", value.trim()));
+    key(assignment).to_owned() + &value.unwrap_or_default()
+}
+
 /// Checks that each new assignment may change a run that has started.
 ///
 /// # Errors
@@ -114,6 +120,12 @@ mod tests {
                 "docs/src/operations.md does not list {key}"
             );
         }
+    }
+
+    #[test]
+    fn changes_are_recorded_by_their_present_names() {
+        assert_eq!(recorded("engine.away_timeout=3m"), "engine.out_of_service_timeout=3m");
+        assert_eq!(recorded("run.name=\"a=b\""), "run.name=\"a=b\"");
     }
 
     #[test]

@@ -104,7 +104,8 @@ pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::
     let before = planned(folder, reader, &[]).await?.check()?;
     let settings = planned(folder, reader, &source.sets).await?.check()?;
     check_changes(&before, &settings, reader).await?;
-    Ok(Opened { settings, store, changes: source.sets.clone() })
+    let changes = source.sets.iter().map(|set| amend::recorded(set)).collect();
+    Ok(Opened { settings, store, changes })
 }
 
 /// The recorded plan of a run with all recorded changes, and then `changes`.

@@ -524,15 +524,15 @@ impl Parts {
         store: Store,
         reporter: Arc<dyn Reporter>,
     ) -> anyhow::Result<Evaluation> {
-        let EngineSettings { served_model, model, .. } = &settings.engine;
+        let policy = policy(settings);
         Ok(Evaluation {
             folder: folder.to_owned(),
             store,
             episodes: self.episodes,
             engine: self.engine,
-            checkpoint: match served_model {
-                Some(name) => name.into(),
-                None => absolute(model)?,
+            checkpoint: match settings.engine.served_model {
+                Some(_) => policy.to_owned(),
+                None => absolute(policy)?,
             },
             sandboxes: self.sandboxes,
             tasks: self.tasks,
@@ -544,6 +544,12 @@ impl Parts {
             reporter,
         })
     }
+}
+
+/// The policy that the plan names, and an evaluation serves: the name of a server's model, or a folder.
+pub(crate) fn policy(settings: &Settings) -> &Utf8Path {
+    let EngineSettings { served_model, model, .. } = &settings.engine;
+    served_model.as_deref().map_or(model, Utf8Path::new)
 }
 
 /// An empty set of embedded servers.

@@ -205,9 +205,11 @@ fn settings_that_may_change_are_recorded_and_others_are_refused() {
 
     let sets = ["--set", "run.steps=7", "--set", "run.tags=[\"c\"]"];
     run_and_stop(&folder, &[&RESUME, &sets[..]].concat(), |overview| changes(overview).len() == 2);
-    run_and_stop(&folder, &[&RESUME, &["--set", "run.steps=5"][..]].concat(), |overview| {
-        changes(overview) == ["run.steps=7", "run.tags=[\"c\"]", "run.steps=5"]
-    });
+    // A setting's old name is recorded as the present one.
+    let sets = ["--set", "run.steps=5", "--set", "engine.away_timeout=3m"];
+    let recorded =
+        ["run.steps=7", "run.tags=[\"c\"]", "run.steps=5", "engine.out_of_service_timeout=3m"];
+    run_and_stop(&folder, &[&RESUME, &sets[..]].concat(), |overview| changes(overview) == recorded);
     assert_eq!(std::fs::read(folder.join("runs/first/plan.toml")).unwrap(), plan);
     let shown = orchestrate(&folder, &["show", "runs/first"]);
     assert!(String::from_utf8_lossy(&shown.stdout).contains("run.steps=5"), "{shown:?}");
@@ -222,6 +224,25 @@ fn settings_that_may_change_are_recorded_and_others_are_refused() {
     let listed = orchestrate(&folder, &["runs", "--json", "--tag", "a"]);
     let listed: Value = serde_json::from_slice(&listed.stdout).unwrap();
     assert_eq!(listed["runs"], Value::Array(Vec::new()));
+}
+
+#[test]
+fn the_folder_of_an_evaluation_is_listed_as_such_and_training_in_it_is_refused() {
+    let (_temp, folder) = configured();
+    let run = &RUN[1..];
+    run_and_stop(&folder, &[&["gateway", "--tasks", "rows.jsonl"], run].concat(), |_| true);
+    let shown = orchestrate(&folder, &["status", "runs/first"]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(shown.contains("stopped, evaluation"), "{shown}");
+    let shown = orchestrate(&folder, &["status", "runs/first", "--json"]);
+    let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
+    assert_eq!((&shown["state"], &shown["kind"]), (&"stopped".into(), &"evaluation".into()));
+    assert_eq!((&shown["step"], &shown["steps"]), (&Value::Null, &Value::Null));
+
+    let output = orchestrate(&folder, &RESUME);
+    assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
+    assert!(stderr(&output).contains("the folder holds an evaluation"), "{}", stderr(&output));
+    run_and_stop(&folder, &["gateway", "--run-dir", "runs/first", "--resume"], |_| true);
 }
 
 /// Checks the modes of a folder and of everything in it; returns how many files there are.

@@ -149,6 +149,12 @@ pub enum RunError {
          choose another --run-dir)"
     )]
     HoldsTrainingRun,
+    /// Training was asked for in the folder of an evaluation.
+    #[error(
+        "the folder holds an evaluation, not a training run (resume it with orchestrate eval, or \
+         orchestrate gateway, or choose another --run-dir)"
+    )]
+    HoldsEvaluation,
     /// Stopped on request; the run can be resumed.
     #[error("stopped on request")]
     Stopped,
@@ -175,7 +181,8 @@ impl RunError {
             Self::ModelMismatch { .. }
             | Self::UnknownLoss { .. }
             | Self::NoTasks { .. }
-            | Self::HoldsTrainingRun => FailureClass::Config,
+            | Self::HoldsTrainingRun
+            | Self::HoldsEvaluation => FailureClass::Config,
             Self::Panicked { .. } | Self::Stopped => FailureClass::Bug,
         }
     }

@@ -2,7 +2,8 @@
 
 use crate::config::RunSettings;
 use crate::error::RunError;
-use orchestrate_store::{Reader, StepState};
+use camino::Utf8Path;
+use orchestrate_store::{Reader, StepState, VersionRow};
 
 /// Whether every step is closed and every evaluation is done.
 ///
@@ -16,4 +17,32 @@ pub async fn is_finished(reader: &Reader, run: &RunSettings) -> Result<bool, Run
     let evals = reader.evals().await?;
     let evaluated = evals.iter().any(|e| e.round == run.steps && e.metrics.is_some());
     Ok(closed && (evaluated || !run.evaluates_after(run.steps)))
+}
+
+/// What a run folder holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunKind {
+    /// A run of `orchestrate run`.
+    Training,
+    /// A run of `orchestrate eval` or `orchestrate gateway`.
+    Evaluation,
+}
+
+/// The kind of a run whose plan names the policy `model`: a folder, or a model's name; `None` before the first
+/// weights were announced, when nothing was sampled.
+///
+/// # Errors
+/// Store errors.
+pub async fn run_kind(reader: &Reader, model: &Utf8Path) -> Result<Option<RunKind>, RunError> {
+    if !reader.steps().await?.is_empty() {
+        return Ok(Some(RunKind::Training));
+    }
+    // Before its first step, a training run serves what its trainer wrote. An evaluation serves the model itself,
+    // whose path in the plan may be relative.
+    let model = model.strip_prefix(".").unwrap_or(model);
+    let is_evaluated = |row: &VersionRow| row.lineage == 0 && row.checkpoint.ends_with(model);
+    let versions = reader.versions().await?;
+    Ok(versions
+        .first()
+        .map(|row| if is_evaluated(row) { RunKind::Evaluation } else { RunKind::Training }))
 }

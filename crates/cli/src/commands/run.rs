@@ -12,7 +12,7 @@ use crate::sinks::RunSinks;
 use crate::{live, output, status, tables, wiring};
 use camino::Utf8Path;
 use futures::future::BoxFuture;
-use orchestrate_coordinator::{RunEnd, RunError, Stop, is_finished};
+use orchestrate_coordinator::{RunEnd, RunError, RunKind, Stop, is_finished, run_kind};
 use orchestrate_report::RunReport;
 use orchestrate_rollout::Scaffold;
 use std::process::ExitCode;
@@ -32,6 +32,8 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let before = (!args.resume).then(|| Before::of(&folder));
     let opened = if args.resume {
         let opened = run_folder::resume(&folder, &args.source).await?;
+        let kind = run_kind(opened.store.reader(), wiring::policy(&opened.settings)).await?;
+        anyhow::ensure!(kind != Some(RunKind::Evaluation), RunError::HoldsEvaluation);
         if is_concluded(&opened, &folder).await? {
             opened.store.amend(&opened.changes).await?;
             let report = RunReport::from_journal(opened.store.reader()).await;

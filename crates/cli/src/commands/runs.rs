@@ -5,7 +5,7 @@ use crate::error::InputError;
 use crate::run_folder::planned;
 use crate::{output, tables, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{RunError, is_finished};
+use orchestrate_coordinator::{RunError, RunKind, is_finished, run_kind};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::metrics_lines;
 use orchestrate_store::{JOURNAL_FILE, Reader, holder};
@@ -45,9 +45,9 @@ pub(super) struct Entry {
     pub(super) state: State,
     /// The process that has the folder open.
     pub(super) holder: Option<String>,
-    /// Closed global steps, and those that are planned.
-    pub(super) step: u32,
-    pub(super) steps: u32,
+    /// Closed global steps of a training run, and those that are planned.
+    pub(super) step: Option<u32>,
+    pub(super) steps: Option<u32>,
     /// Newest Pass@1, from 0 to 1.
     pub(super) pass_at_1: Option<f64>,
     /// Mean reward of the last closed step.
@@ -126,28 +126,35 @@ pub(super) async fn entry(
 ) -> anyhow::Result<(Entry, Vec<MetricsLine>)> {
     let reader = Reader::open(folder).await?;
     let created_us = reader.run().await?.created_us;
-    let run = planned(folder, &reader, &[]).await?.check()?.run;
+    let settings = planned(folder, &reader, &[]).await?.check()?;
     let lines = metrics_lines(&reader).await.map_err(RunError::from)?;
-    // Weights are announced in a training run only.
-    let is_training = !reader.versions().await?.is_empty() || !reader.steps().await?.is_empty();
+    let kind = match run_kind(&reader, wiring::policy(&settings)).await? {
+        Some(RunKind::Evaluation) => Kind::Evaluation,
+        Some(RunKind::Training) | None => Kind::Training,
+    };
     let evaluations = lines.iter().filter_map(MetricsLine::evaluation);
     let pass_at_1 = evaluations.filter_map(|line| line.eval_pass_at_1).next_back();
-    let is_done = if is_training { is_finished(&reader, &run).await? } else { pass_at_1.is_some() };
+    let is_done = match kind {
+        Kind::Training => is_finished(&reader, &settings.run).await?,
+        Kind::Evaluation => reader.evals().await?.iter().any(|eval| eval.metrics.is_some()),
+    };
+    let run = settings.run;
+    let of_training = |count: u32| (kind == Kind::Training).then_some(count);
     let holder = holder(folder);
     let last = lines.iter().rev().find_map(MetricsLine::step);
     let entry = Entry {
         folder: shown,
         name: run.name,
         tags: run.tags,
-        kind: if is_training { Kind::Training } else { Kind::Evaluation },
+        kind,
         state: match (&holder, is_done) {
             (Some(_), _) => State::Running,
             (None, true) => State::Finished,
             (None, false) => State::Stopped,
         },
         holder,
-        step: last.map_or(0, |line| line.global_step),
-        steps: run.steps,
+        step: of_training(last.map_or(0, |line| line.global_step)),
+        steps: of_training(run.steps),
         pass_at_1,
         reward: last.and_then(|line| line.reward_mean),
         created_us,
@@ -181,9 +188,9 @@ impl State {
 impl Entry {
     /// How far it is.
     pub(super) fn step_text(&self) -> String {
-        match self.kind {
-            Kind::Training => format!("step {} of {}", self.step, self.steps),
-            Kind::Evaluation => "evaluation".to_owned(),
+        match (self.step, self.steps) {
+            (Some(step), Some(steps)) => format!("step {step} of {steps}"),
+            _ => "evaluation".to_owned(),
         }
     }
 }

@@ -429,10 +429,18 @@ fn call_text(action: &Action) -> String {
 fn outcome(outcome: &Outcome) -> String {
     match outcome {
         Outcome::Scored { reward } => format!("scored {reward}"),
-        Outcome::Truncated { limit, reward } => format!("truncated by {limit:?}, scored {reward}"),
-        Outcome::Aborted { by } => format!("aborted: {by:?}"),
+        Outcome::Truncated { limit, reward } => {
+            format!("truncated by {}, scored {reward}", word(limit))
+        }
+        Outcome::Aborted { by } => format!("aborted: {}", word(by)),
         Outcome::Broken { stage, error } => format!("broken in {stage}: {error}"),
     }
+}
+
+/// The name of a variant in files of the run.
+fn word(variant: &impl Serialize) -> String {
+    let name = serde_json::to_value(variant).ok();
+    name.as_ref().and_then(Value::as_str).unwrap_or_default().to_owned()
 }
 
 fn routing_rows(routing: &orchestrate_store::StoredRouting) -> usize {
@@ -493,6 +501,7 @@ fn returned_metrics(summary: &EpisodeSummary) -> String {
 mod tests {
     use super::*;
     use orchestrate_rollout::{Fork, Scaffold, ToolFormat, WrittenTurn};
+    use orchestrate_types::{AbortCause, Limit};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
         let calls =
@@ -508,6 +517,14 @@ mod tests {
             overridden: Vec::new(),
         };
         turn_text(2, &turn)
+    }
+
+    #[test]
+    fn outcomes_are_named_as_in_files() {
+        let truncated = Outcome::Truncated { limit: Limit::SequenceTokens, reward: 0.5 };
+        assert_eq!(outcome(&truncated), "truncated by sequence_tokens, scored 0.5");
+        let aborted = Outcome::Aborted { by: AbortCause::Shutdown };
+        assert_eq!(outcome(&aborted), "aborted: shutdown");
     }
 
     #[test]

@@ -62,7 +62,7 @@ fn remaining(run: &Entry, lines: &[MetricsLine]) -> Option<f64> {
         .filter_map(seconds)
         .take(RECENT_STEPS)
         .collect();
-    let left = run.steps.checked_sub(run.step).filter(|&left| left > 0)?;
+    let left = run.steps?.checked_sub(run.step?).filter(|&left| left > 0)?;
     let mean = recent.iter().sum::<f64>() / recent.len() as f64;
     (run.state == State::Running && !recent.is_empty()).then_some(mean * f64::from(left))
 }

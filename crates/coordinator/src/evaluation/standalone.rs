@@ -6,6 +6,7 @@ use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
 use crate::plan::{EvaluationPlan, TaskSet};
+use crate::progress::{RunKind, run_kind};
 use crate::stop::Stop;
 use camino::Utf8PathBuf;
 use orchestrate_engine::Engine;
@@ -61,7 +62,7 @@ impl Evaluation {
         let folder = RunFolder::new(self.folder);
         let work = async {
             let reader = context.store.reader();
-            if !reader.steps().await?.is_empty() {
+            if run_kind(reader, &self.checkpoint).await? == Some(RunKind::Training) {
                 return Err(RunError::HoldsTrainingRun);
             }
             let epoch = context.store.epoch();

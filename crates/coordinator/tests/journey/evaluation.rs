@@ -2,7 +2,7 @@
 
 use crate::parts::Kill;
 use crate::support::{World, plan, usual};
-use orchestrate_coordinator::{Event, FailureClass, RunEnd, RunError, Stop};
+use orchestrate_coordinator::{Event, FailureClass, RunEnd, RunError, RunKind, Stop, run_kind};
 use orchestrate_store::Reader;
 use orchestrate_types::{GroupId, PolicyVersion};
 use std::sync::atomic::Ordering;
@@ -41,6 +41,10 @@ async fn evaluation_measures_held_out_tasks_without_a_trainer() {
     assert!(world.folder.join("report.html").exists());
     let reader = Reader::open(&world.folder).await.unwrap();
     assert_eq!(reader.versions().await.unwrap()[0].checkpoint, "/toy/start");
+    for model in ["/toy/start", "./start"] {
+        let kind = run_kind(&reader, model.into()).await.unwrap();
+        assert_eq!(kind, Some(RunKind::Evaluation), "{model}");
+    }
     let events = world.events.lock().unwrap();
     assert!(matches!(events[0], Event::EvaluationStarted { epoch: 1, .. }), "{events:?}");
     assert!(!events.iter().any(|event| matches!(event, Event::Started { .. })), "{events:?}");
@@ -91,6 +95,9 @@ async fn stopped_evaluation_can_be_resumed() {
 async fn evaluation_refuses_the_folder_of_a_training_run() {
     let world = World::new(plan(1), usual);
     world.finish().await;
+    let reader = Reader::open(&world.folder).await.unwrap();
+    let kind = run_kind(&reader, "/toy/start".into()).await.unwrap();
+    assert_eq!(kind, Some(RunKind::Training));
     let error = start(&world, &Kill::never()).await.unwrap().unwrap_err();
     assert!(matches!(error, RunError::HoldsTrainingRun), "{error}");
     assert_eq!(error.class(), FailureClass::Config);
