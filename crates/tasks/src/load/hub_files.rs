@@ -11,7 +11,8 @@ const EXTENSIONS: [&str; 5] = [".parquet", ".jsonl", ".json", ".jsonl.gz", ".jso
 /// Files that describe a data set, as Hugging Face's own libraries name them.
 const DESCRIPTIONS: [&str; 5] =
     ["dataset_infos.json", "dataset_info.json", "dataset_dict.json", "config.json", "state.json"];
-/// How names of splits begin, and which part of a data set such a split is.
+/// Words in the names of splits, as Hugging Face's own libraries know them, and which part of a data
+/// set such a split is.
 const SPLITS: [(&str, Part); 10] = [
     ("train", Part::Training),
     ("training", Part::Training),
@@ -24,6 +25,8 @@ const SPLITS: [(&str, Part); 10] = [
     ("eval", Part::Test),
     ("evaluation", Part::Test),
 ];
+/// What may follow such a word without a separator, as in `trainset`.
+const SUFFIXES: [&str; 2] = ["set", "data"];
 /// Number of digits from which a number at the end of a name is that of a shard. A shorter one is
 /// that of a shard if it begins with 0: others may be years or versions.
 const SHARD_DIGITS: usize = 5;
@@ -37,10 +40,17 @@ enum Part {
 }
 
 impl Part {
-    /// The part that a name of a file or a folder begins with.
-    fn of(name: &str) -> Option<Self> {
-        let word = name.split(|c: char| !c.is_ascii_alphabetic()).next()?.to_ascii_lowercase();
-        SPLITS.into_iter().find(|(split, _)| *split == word).map(|(_, part)| part)
+    /// The parts that a name of a file or a folder mentions, in its order. A word counts wherever it
+    /// is, because names begin with anything: `my_train_set`, `x.test`, `split=dev`.
+    fn all_in(name: &str) -> Vec<Self> {
+        name.split(|c: char| !c.is_ascii_alphabetic()).filter_map(Self::of_word).collect()
+    }
+
+    fn of_word(word: &str) -> Option<Self> {
+        let word = word.to_ascii_lowercase();
+        let bare = SUFFIXES.into_iter().find_map(|suffix| word.strip_suffix(suffix));
+        let bare = bare.unwrap_or(&word);
+        SPLITS.into_iter().find(|(split, _)| *split == bare).map(|(_, part)| part)
     }
 }
 
@@ -59,13 +69,15 @@ impl<'a> NamedFile<'a> {
         Self { folder, base: without_shard(stem(name)) }
     }
 
-    /// The name of its split, and which part of the data set that is: the file's own name if it
-    /// begins as one, else that of the nearest folder that does, else the file's own.
-    fn split(&self) -> (&'a str, Option<Part>) {
+    /// The name of its split, and which parts of the data set that mentions: the file's own name if it
+    /// mentions any, else that of the nearest folder that does, else the file's own.
+    fn split(&self) -> (&'a str, Vec<Part>) {
         let folders = self.folder.rsplit('/');
-        let names = std::iter::once(self.base).chain(folders);
-        let named = names.into_iter().find_map(|name| Some((name, Some(Part::of(name)?))));
-        named.unwrap_or((self.base, None))
+        std::iter::once(self.base)
+            .chain(folders)
+            .map(|name| (name, Part::all_in(name)))
+            .find(|(_, parts)| !parts.is_empty())
+            .unwrap_or((self.base, Vec::new()))
     }
 
     fn label(&self) -> String {
@@ -122,7 +134,7 @@ pub(super) fn only_split<'a>(files: &[&'a str]) -> Result<Vec<&'a str>, Ambiguou
 /// If they are of different parts.
 pub(super) fn same_part<'a>(files: &[&'a str]) -> Result<Vec<&'a str>, Ambiguous> {
     let named: BTreeSet<NamedFile<'a>> = files.iter().map(|file| NamedFile::of(file)).collect();
-    let parts: BTreeSet<Option<Part>> = named.iter().map(|file| file.split().1).collect();
+    let parts: BTreeSet<Vec<Part>> = named.iter().map(|file| file.split().1).collect();
     match files.first() {
         Some(first) if parts.len() > 1 => Err(ambiguous(named.iter(), &[*first])),
         Some(_) | None => Ok(files.to_vec()),
@@ -159,7 +171,9 @@ fn without_shard(stem: &str) -> &str {
         let (before, after) = (stem.get(..at)?, stem.get(at + 4..)?);
         let count = after.split(['-', '_', '.']).next().filter(|count| is_number(count));
         let (name, number) = before.rsplit_once('-').unwrap_or(("", before));
-        (count.is_some() && is_number(number)).then_some(name)
+        // A hash may follow the count, but the name of a split is part of the name.
+        let is_shard = count.is_some() && is_number(number) && Part::all_in(after).is_empty();
+        is_shard.then_some(name)
     });
     if let Some(name) = of_many {
         return name;
@@ -276,23 +290,38 @@ mod tests {
     fn a_path_of_the_users_may_join_configurations_but_not_training_and_test() {
         let joined = ["lite/test-00000-of-00001.parquet", "verified/test-00000-of-00001.parquet"];
         assert_eq!(same_part(&joined).unwrap(), joined);
+        let joined = ["unit-test-lite/train.jsonl", "verified/my_train_set.jsonl"];
+        assert_eq!(same_part(&joined).unwrap(), joined);
         for files in [
             vec!["data/test-0.parquet", "data/train-0.parquet"],
             vec!["default/test/0000.parquet", "default/train/0000.parquet"],
             vec!["data/dev.jsonl", "data/eval.jsonl"],
             vec!["data/other.jsonl", "data/test.jsonl"],
+            vec!["x.test.jsonl", "x.train.jsonl"],
+            vec!["data/a-test", "data/a-train"],
+            vec!["data/my_eval_set.jsonl", "data/my_train_set.jsonl"],
+            vec!["testset.jsonl", "trainset.jsonl"],
+            vec!["TestData.jsonl", "TrainData.jsonl"],
+            vec!["shard_test_0.jsonl", "shard_train_0.jsonl"],
+            vec!["split=test/x.jsonl", "split=train/x.jsonl"],
+            vec!["eval_test.jsonl", "eval_train.jsonl"],
+            vec!["train_test.jsonl", "test_train.jsonl"],
+            vec!["x-00000-of-00001-test.jsonl", "x-00000-of-00001-train.jsonl"],
         ] {
+            assert_eq!(only_split(&files).unwrap_err().what, "splits", "{files:?}");
             assert_eq!(same_part(&files).unwrap_err().what, "splits", "{files:?}");
         }
     }
 
     #[test]
     fn words_that_only_resemble_a_split_are_none() {
-        for name in ["trainer", "tests", "testify", "development", "valued", "evals", ""] {
-            assert_eq!(Part::of(name), None, "{name}");
+        for name in ["trainer", "tests", "testify", "development", "valued", "evals", "dataset", ""]
+        {
+            assert_eq!(Part::all_in(name), [], "{name}");
         }
-        for name in ["train", "train-v2", "TRAIN_a", "train0"] {
-            assert_eq!(Part::of(name), Some(Part::Training), "{name}");
+        for name in ["train", "train-v2", "TRAIN_a", "train0", "my_train_set", "0.trainset"] {
+            assert_eq!(Part::all_in(name), [Part::Training], "{name}");
         }
+        assert_eq!(Part::all_in("eval-train"), [Part::Test, Part::Training]);
     }
 }
