@@ -53,9 +53,10 @@
 //! * Thinking: `enable_thinking`, then `chat_template_kwargs`, `thinking.type` and `reasoning_effort`;
 //!   `reasoning.effort` of Responses; `thinking.type` of Messages.
 //! * `tool_choice`: `none` hides the tools. `required` or a name is not enforced.
-//! * Images, audio and files are refused. Tools of the vendor's servers are left out, and refused in Chat.
-//!   Tools that the vendor defines and the client runs are refused: `local_shell`, `shell`, `apply_patch`;
-//!   `bash_…`, `text_editor_…`, `computer_…`, `memory_…`, `browser_…`. Tools with `defer_loading` are left out.
+//! * Images, audio and files are refused. Tools of the vendor's servers are left out and listed as
+//!   `tools[].type`, and refused in Chat. Tools of all other types are refused, those that the vendor defines
+//!   and the client runs among them: `local_shell`, `shell`, `apply_patch`; `bash_…`, `text_editor_…`,
+//!   `computer_…`, `memory_…`, `browser_…`. Tools with `defer_loading` are left out.
 //! * Responses: a tool with free text (`custom`) is a function with one string, `input`, whose description has
 //!   the grammar; one of a `namespace` is `NAMESPACE__NAME` for the model.
 //!

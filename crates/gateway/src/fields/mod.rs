@@ -43,6 +43,9 @@ pub(crate) enum Treatment {
     Partly(&'static [&'static str], &'static str),
     /// A value other than null, false, zero and empty ones is refused: why.
     Refused(&'static str),
+    /// Types of tools. The first are honoured; the second are accepted, and the tool is left out; others are
+    /// refused: why. A type that ends in `…` stands for all that begin so.
+    Types(&'static [&'static str], &'static [&'static str], &'static str),
     /// Values other than these are refused: why.
     Only(&'static [&'static str], &'static str),
     /// A format other than text is refused: why.
@@ -172,22 +175,40 @@ impl Found {
             Treatment::Partly(values, _) | Treatment::Only(values, _) if is_one_of(values) => {
                 return;
             }
-            Treatment::Only(..) if value.is_null() => return,
+            Treatment::Only(..) | Treatment::Types(..) if value.is_null() => return,
+            Treatment::Types(own, _, _) if is_type(own, value) => return,
+            Treatment::Types(_, left_out, _) if is_type(left_out, value) => {
+                self.overridden.add(&self.path);
+                return;
+            }
             Treatment::TextFormat(_) if !structured(value) => return,
             Treatment::Overridden(_) | Treatment::InEvaluations(_) | Treatment::Partly(..) => {
                 self.overridden.add(&self.path);
                 return;
             }
-            Treatment::Refused(why) | Treatment::Only(_, why) | Treatment::TextFormat(why) => why,
+            Treatment::Refused(why)
+            | Treatment::Only(_, why)
+            | Treatment::Types(_, _, why)
+            | Treatment::TextFormat(why) => why,
         };
         let what = match treatment {
             Treatment::Only([_, ..], _) => "this value",
+            Treatment::Types(..) => "this type of tool",
             Treatment::TextFormat(_) => "a format other than text",
             _ => "this field",
         };
         let place = &self.place;
         self.refused.get_or_insert_with(|| Problem::unsupported(place, what, why));
     }
+}
+
+/// Whether a value is one of these types of tools.
+fn is_type(types: &[&str], value: &Value) -> bool {
+    let is = |kind: &str, known: &str| match known.strip_suffix('…') {
+        Some(beginning) => kind.starts_with(beginning),
+        None => kind == known,
+    };
+    value.as_str().is_some_and(|kind| types.iter().any(|known| is(kind, known)))
 }
 
 /// Whether a value is as good as none: null or empty.

@@ -51,6 +51,10 @@ fn section(page: &mut String, table: &Table) {
             Treatment::Partly(known, why) => {
                 (format!("{} honoured, others overridden", values(known)), *why)
             }
+            Treatment::Types(own, left_out, why) => {
+                let (own, left_out) = (values(own), values(left_out));
+                (format!("{own} honoured; {left_out} overridden: left out; others refused"), *why)
+            }
             Treatment::Refused(why) => ("refused".to_owned(), *why),
             Treatment::TextFormat(why) => ("text honoured, other formats refused".to_owned(), *why),
             Treatment::Only([], why) => ("refused, even if it is empty".to_owned(), *why),

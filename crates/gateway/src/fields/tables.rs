@@ -1,7 +1,7 @@
 //! The tables.
 
 use super::Treatment::{
-    Honoured, HonouredAs, InEvaluations, Only, Overridden, Partly, Refused, TextFormat,
+    Honoured, HonouredAs, InEvaluations, Only, Overridden, Partly, Refused, TextFormat, Types,
 };
 use super::{Field, Table};
 
@@ -157,13 +157,20 @@ pub(crate) const RESPONSES: Table = table! { "Responses":
     "input[].input" => Honoured,
     "input[].output" => Honoured,
     "tools" => Honoured,
-    "tools[].type" => Honoured,
+    "tools[].type" => Types(
+        &["function", "custom", "namespace"],
+        &[
+            "web_search", "web_search_…", "file_search", "computer_use_preview", "computer",
+            "code_interpreter", "image_generation", "mcp", "tool_search",
+        ],
+        "the model does not know it; declare a tool of type `function`",
+    ),
     "tools[].name" => Honoured,
     "tools[].description" => Honoured,
     "tools[].parameters" => Honoured,
     "tools[].strict" => Partly(&["false"], TYPED),
     "tools[].format" => Honoured,
-    "tools[].tools" => Honoured,
+    "tools[].tools" => HonouredAs("all of them functions, custom tools and namespaces"),
     "tool_choice" => Partly(&["auto", "none"], CHOICE),
     "parallel_tool_calls" => Partly(&["true"], PARALLEL),
     "max_tool_calls" => Overridden("the client runs every call"),
@@ -225,7 +232,11 @@ pub(crate) const MESSAGES: Table = table! { "Messages":
     "messages[].content[].is_error" => Partly(&["false"], "the text of the result says it"),
     "messages[].content[].cache_control" => Overridden(NO_CACHE),
     "tools" => Honoured,
-    "tools[].type" => Honoured,
+    "tools[].type" => Types(
+        &["custom"],
+        &["web_search_…", "web_fetch_…", "code_execution_…", "tool_search_tool_…", "mcp_toolset", "advisor_…"],
+        "the model does not know it; declare a tool with `input_schema` and without `type`",
+    ),
     "tools[].name" => Honoured,
     "tools[].description" => Honoured,
     "tools[].input_schema" => Honoured,

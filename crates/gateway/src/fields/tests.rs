@@ -202,6 +202,16 @@ fn every_field_of_every_table_is_treated_as_the_table_says() {
                     assert_eq!(alone(json!({"type": "json_object"})), refused, "{at}");
                     assert_eq!(alone(json!({"type": "text"})), unlisted, "{at}");
                 }
+                Treatment::Types(own, left_out, _) => {
+                    assert_eq!(alone(json!("zzz")), refused, "{at}");
+                    for kind in *own {
+                        assert_eq!(alone(json!(kind)), unlisted, "{at}");
+                        assert_eq!(alone(json!(kind.to_uppercase())), refused, "{at}");
+                    }
+                    for kind in *left_out {
+                        assert_eq!(alone(json!(kind.replace('…', "20260101"))), listed, "{at}");
+                    }
+                }
                 Treatment::Partly(values, _) | Treatment::Only(values, _) => {
                     let other =
                         if matches!(treatment, Treatment::Only(..)) { refused } else { listed };
@@ -238,7 +248,10 @@ fn every_honoured_field_changes_what_a_request_means() {
         for Field(path, treatment) in table.fields {
             let is_honoured = matches!(
                 treatment,
-                Treatment::Honoured | Treatment::HonouredAs(_) | Treatment::InEvaluations(_)
+                Treatment::Honoured
+                    | Treatment::HonouredAs(_)
+                    | Treatment::InEvaluations(_)
+                    | Treatment::Types(..)
             );
             if !is_honoured {
                 continue;

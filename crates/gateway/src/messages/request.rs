@@ -12,9 +12,6 @@ use crate::wire::Purpose;
 use serde::Deserialize;
 use serde_json::Value;
 
-/// Tools that the vendor defines and the client runs: the model would need their schemas.
-const DEFINED_BY_VENDOR: &[&str] = &["bash_", "text_editor_", "computer_", "memory_", "browser_"];
-
 #[derive(Debug, Deserialize)]
 struct Body {
     messages: Vec<MessageParam>,
@@ -103,7 +100,7 @@ fn of_thread(problem: Problem) -> Problem {
 }
 
 /// The client's own tools. Tools that the vendor's servers would run are left out, as are those
-/// that the client has not loaded yet.
+/// that the client has not loaded yet. The table of fields refuses other types.
 fn tools(tools: Vec<ToolParam>) -> Result<Vec<Tool>, Problem> {
     let mut found = Vec::with_capacity(tools.len());
     for (index, tool) in tools.into_iter().enumerate() {
@@ -121,11 +118,7 @@ fn tools(tools: Vec<ToolParam>) -> Result<Vec<Tool>, Problem> {
                 }
                 found.push(content::tool(tool.name, tool.description, tool.input_schema, &at)?);
             }
-            Some(kind) if DEFINED_BY_VENDOR.iter().any(|prefix| kind.starts_with(prefix)) => {
-                let why = "the model does not know its schema; declare a tool with `input_schema`";
-                return Err(Problem::unsupported(format!("{at}.type"), "this type of tool", why));
-            }
-            Some(kind) => tracing::debug!(kind, "a tool that servers would run is left out"),
+            Some(_) => {}
         }
     }
     Ok(found)
@@ -178,6 +171,7 @@ mod tests {
         assert_eq!(request.messages[0], Message::new(Role::System, "You are\nbrief."));
         assert_eq!(request.messages[1], Message::new(Role::User, "a"));
         assert_eq!(request.tools.len(), 1);
+        assert!(request.overridden.paths().any(|path| path == "tools[].type"));
         assert_eq!(request.tool_choice, ToolChoice::Required);
         assert_eq!((request.thinking, request.max_tokens), (Some(true), Some(5)));
         assert_eq!(request.stop, ["END"]);
@@ -196,6 +190,12 @@ mod tests {
             (json!({"output_format": {"type": "json_schema"}}), "output_format"),
             (json!({"output_config": {"format": {"type": "json_schema"}}}), "output_config.format"),
             (json!({"tools": [{"type": "bash_20250124", "name": "bash"}]}), "tools[0].type"),
+            (json!({"tools": [{"type": "function", "name": "f"}]}), "tools[0].type"),
+            (
+                json!({"tools": [{"type": "Custom", "name": "f", "input_schema": {}}]}),
+                "tools[0].type",
+            ),
+            (json!({"tools": [{"type": "web_search", "name": "f"}]}), "tools[0].type"),
             (json!({"tools": [{"name": "f"}]}), "tools[0].input_schema"),
             (json!({"tools": [{"input_schema": {}}]}), "tools[0].name"),
             (json!({"tools": schema, "tool_choice": {"type": "tool", "name": "g"}}), "tool_choice"),

@@ -180,6 +180,19 @@ mod tests {
     }
 
     #[test]
+    fn tools_of_the_vendors_servers_are_left_out_and_listed() {
+        for kind in
+            ["web_search", "web_search_2025_08_26", "web_search_preview", "mcp", "tool_search"]
+        {
+            let tools = json!([{"type": kind}, {"type": "function", "name": "f"}]);
+            let (request, _) = request(&json!({"input": "a", "tools": tools})).unwrap();
+            let names: Vec<&str> = request.tools.iter().map(|tool| tool.name.as_str()).collect();
+            assert_eq!(names, ["f"], "{kind}");
+            assert_eq!(request.overridden.header().as_deref(), Some("tools[].type"), "{kind}");
+        }
+    }
+
+    #[test]
     fn what_cannot_be_honoured_is_refused_and_named() {
         for (field, value) in [
             ("conversation", json!({"id": "conv_1"})),
@@ -207,6 +220,13 @@ mod tests {
             assert_eq!(request(&fields).unwrap_err().field.as_deref(), Some("input"), "{fields}");
         }
         assert!(request(&json!({"previous_response_id": "resp_1"})).is_ok());
+        for kind in ["Function", "functon", "local_shell", "shell", "apply_patch", ""] {
+            let body = json!({"input": "a", "tools": [
+                {"type": "function", "name": "f"}, {"type": kind, "name": "g"}]});
+            let problem = request(&body).unwrap_err();
+            assert_eq!(problem.field.as_deref(), Some("tools[1].type"), "{kind}");
+            assert!(problem.message.contains("not supported"), "{}", problem.message);
+        }
         let schema = json!({"input": "a", "text": {"format": {"type": "json_schema"}}});
         assert_eq!(request(&schema).unwrap_err().field.as_deref(), Some("text.format"));
     }

@@ -81,7 +81,8 @@ pub(super) struct Tools {
 }
 
 impl Tools {
-    /// Adds tools. Those that the vendor's servers would run are left out.
+    /// Adds tools. Those that the vendor's servers would run are left out; the table of fields refuses
+    /// other types, but for those in namespaces, which have only the client's own tools.
     pub(super) fn add(
         &mut self,
         params: Vec<ToolParam>,
@@ -99,12 +100,19 @@ impl Tools {
                     let tools = param.tools.take().unwrap_or_default();
                     self.add(tools, Some(&inner), &format!("{at}.tools"), depth + 1)?;
                 }
-                Some(kind @ ("local_shell" | "shell" | "apply_patch" | "namespace")) => {
-                    let what = format!("a tool of type `{kind}`");
-                    let why = "the model does not know it; declare a function";
-                    return Err(Problem::unsupported(format!("{at}.type"), &what, why));
+                Some("namespace") => {
+                    let why = format!("namespaces may be {MAX_DEPTH} deep");
+                    return Err(Problem::field(format!("{at}.type"), why));
                 }
-                Some(kind) => tracing::debug!(kind, "a tool that servers would run is left out"),
+                Some(_) if namespace.is_some() => {
+                    let why = "a namespace has functions, custom tools and namespaces";
+                    return Err(Problem::unsupported(
+                        format!("{at}.type"),
+                        "this type of tool",
+                        why,
+                    ));
+                }
+                Some(_) => {}
             }
         }
         Ok(())
@@ -211,11 +219,14 @@ mod tests {
     #[test]
     fn tools_without_a_schema_of_their_own_are_refused() {
         for (param, field) in [
-            (json!({"type": "local_shell"}), "tools[0].type"),
             (json!({"type": "function"}), "tools[0].name"),
             (json!({"type": "function", "name": "f", "parameters": 3}), "tools[0]"),
             (
                 json!({"type": "namespace", "name": "n", "tools": [{"type": "shell"}]}),
+                "tools[0].tools[0].type",
+            ),
+            (
+                json!({"type": "namespace", "name": "n", "tools": [{"type": "web_search"}]}),
                 "tools[0].tools[0].type",
             ),
         ] {
