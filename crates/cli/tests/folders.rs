@@ -84,7 +84,9 @@ fn stderr(output: &Output) -> String {
 fn configured() -> (tempfile::TempDir, PathBuf) {
     let temp = tempfile::tempdir().unwrap();
     let folder = temp.path().to_owned();
-    let policy = format!("{}/../../environments/micro/policy", env!("CARGO_MANIFEST_DIR"));
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let policy = root.join("environments/micro/policy");
+    let policy = policy.to_str().unwrap();
     let rows = "{\"id\": \"sum__1\", \"prompt\": \"What is 17 + 25?\"}\n";
     std::fs::write(folder.join("rows.jsonl"), rows).unwrap();
     let config = format!(
