@@ -238,14 +238,24 @@ impl Sequence {
                 Err(error) => routing_problem = Some(error.to_string()),
             }
         }
+        Self { rows, ..Self::without_rows(context, branch, routing_problem, policy_version) }
+    }
+
+    /// A sequence without tokens and rows.
+    fn without_rows(
+        context: &EpisodeContext,
+        branch: usize,
+        routing_problem: Option<String>,
+        version: PolicyVersion,
+    ) -> Self {
         Self {
             session: Arc::new(Session::new(context, branch)),
             leading: None,
             buffer: TokenBuffer::default(),
             dialogue: None,
-            rows,
+            rows: None,
             routing_problem,
-            version: policy_version,
+            version,
             tries: 0,
             stops: Arc::default(),
             asked: AskedSampling::default(),
@@ -274,24 +284,9 @@ impl Sequence {
         Self { rows, ..self.empty(context, branch) }
     }
 
+    /// A sequence without tokens and rows, at the policy version of this one.
     fn empty(&self, context: &EpisodeContext, branch: usize) -> Self {
-        Self {
-            session: Arc::new(Session::new(context, branch)),
-            leading: None,
-            buffer: TokenBuffer::default(),
-            dialogue: None,
-            rows: None,
-            routing_problem: self.routing_problem.clone(),
-            version: self.version,
-            tries: 0,
-            stops: Arc::default(),
-            asked: AskedSampling::default(),
-            listener: None,
-            recorded: None,
-            replayed: None,
-            turn_is_open: false,
-            counters: Counters::default(),
-        }
+        Self::without_rows(context, branch, self.routing_problem.clone(), self.version)
     }
 
     /// A copy to sample with. If sampling is dropped half-way, this sequence is as it was.
