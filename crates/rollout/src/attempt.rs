@@ -82,7 +82,7 @@ impl Attempt {
     }
 
     async fn sample(&mut self, turn: u32, resumed: bool, max_new_tokens: usize) -> EpisodeEvent {
-        let id = GenerationId { turn, ordinal: turn, repetition: 0 };
+        let id = GenerationId { turn, number: turn, repetition: 0 };
         let part = TurnPart { max_new_tokens, resumed };
         let fork = self.sequence.buffer.fork();
         let started = Instant::now();

@@ -1,12 +1,14 @@
 //! How a request begins: its branch point, its prompt and its generation, or the reply that it is owed.
 
+use super::generation::{PlannedGeneration, TokenBudget};
 use super::live::LiveText;
 use super::pending::{Client, Waiting};
 use super::request::{ReplyError, ReplyRequest, RequestPrompt, digest_of, digest_of_ids};
 use super::tool_set::ToolSet;
 use super::tree::{BranchPoint, Recognition, Segment};
-use super::{Conversation, PlannedGeneration, State};
+use super::{Conversation, State};
 use crate::chat::ChatErrorKind;
+use crate::machine::EpisodeLimits;
 use crate::sequence::GenerationId;
 use crate::turn_journal::ConversationRecord;
 use orchestrate_gateway::TextSink;
@@ -93,12 +95,12 @@ impl Conversation {
             return Ok(pending.wait(client));
         }
         if let Some(number) = point.reply(&state.tree) {
-            state.replies.is_continued(number);
+            state.replies.mark_continued(number);
         }
         self.check_open(state)?;
         let mut planned = self.plan(state, request, (point, tools))?;
         self.record(state, || ConversationRecord::Asked {
-            number: planned.id.ordinal,
+            number: planned.id.number,
             request: Arc::clone(request),
         })?;
         planned.sequence.recorded = self.journal.get().map(|_| Vec::new());
@@ -126,7 +128,7 @@ impl Conversation {
         let prompt = planned.sequence.buffer.prompt_for_turn();
         let thinks = chat.opens_thinking(&prompt);
         let stops = Arc::clone(&request.stops);
-        let reply = (planned.id.ordinal, prompt.len());
+        let reply = (planned.id.number, prompt.len());
         Some(Arc::new(LiveText::new(Arc::clone(chat), reply, thinks, stops, text)))
     }
 
@@ -143,18 +145,14 @@ impl Conversation {
         if !request.prompt.tools().is_empty() && !self.context.chat.reads_tool_calls() {
             return Err(ReplyError::Refused(ChatErrorKind::UnknownToolFormat.to_string()));
         }
-        let (head, tail) = self.prompt_at(&state.tree, point, &request.prompt, tools)?;
-        let prompt = head + tail.len();
-        let room = self.limits.max_sequence_tokens.saturating_sub(prompt);
-        if room == 0 {
-            return Err(ReplyError::TooLong { prompt, limit: self.limits.max_sequence_tokens });
-        }
+        let prompt = self.prompt_at(&state.tree, point, &request.prompt, tools)?;
+        let budget = self.budget(prompt.len(), request.max_tokens)?;
         if state.tree.is_ambiguous(&tools.digest, request.prompt.messages(), point) {
             *state.recognised.entry(Recognition::Ambiguous).or_default() += 1;
         }
         let known = point.segments(&state.tree);
         let (branch, forked) =
-            self.branch_at(state, point, tools, (request.prompt.messages(), &tail));
+            self.branch_at(state, point, tools, (request.prompt.messages(), &prompt.new));
         for cause in point.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
@@ -170,9 +168,9 @@ impl Conversation {
             .filter(|segment| matches!(segment, Segment::Reply { .. }))
             .count();
         let mut sequence = target.sequence.copy();
-        sequence.extend(&tail);
+        sequence.extend(&prompt.new);
         sequence.stops = Arc::clone(&request.stops);
-        sequence.asked = request.sampling;
+        sequence.agent_sampling = request.sampling;
         let repetition = {
             let digest = digest_of_ids(&sequence.buffer.prompt_for_turn());
             let count = state.prompts.entry(digest).or_default();
@@ -180,17 +178,35 @@ impl Conversation {
             *count += 1;
             repetition
         };
-        let ordinal = state.begun;
-        state.begun += 1;
-        state.generations += 1;
-        let longest = self.limits.max_response_tokens;
-        let limit = if room <= longest { Limit::SequenceTokens } else { Limit::ResponseTokens };
-        let longest = room.min(longest);
-        let room = request.max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
-        let limit = (room == longest).then_some(limit);
+        let number = state.next_number;
+        state.next_number += 1;
+        state.turns_used += 1;
         let turn = u32::try_from(turn).unwrap_or(u32::MAX);
-        let id = GenerationId { turn, ordinal, repetition };
-        let overridden = Arc::clone(&request.overridden);
-        Ok(PlannedGeneration { branch, sequence, tail, id, room, limit, live: None, overridden })
+        Ok(PlannedGeneration {
+            branch,
+            sequence,
+            new_tokens: prompt.new,
+            id: GenerationId { turn, number, repetition },
+            budget,
+            live: None,
+            overridden: Arc::clone(&request.overridden),
+        })
+    }
+
+    /// How many tokens may be sampled after a prompt of `prompt` tokens, if the agent asks for `max_tokens`.
+    fn budget(&self, prompt: usize, max_tokens: Option<usize>) -> Result<TokenBudget, ReplyError> {
+        let EpisodeLimits { max_sequence_tokens, max_response_tokens, .. } = self.limits;
+        let left = max_sequence_tokens.saturating_sub(prompt);
+        if left == 0 {
+            return Err(ReplyError::TooLong { prompt, limit: max_sequence_tokens });
+        }
+        let (longest, limit) = if left <= max_response_tokens {
+            (left, Limit::SequenceTokens)
+        } else {
+            (max_response_tokens, Limit::ResponseTokens)
+        };
+        let max_new_tokens = max_tokens.map_or(longest, |wanted| wanted.max(1).min(longest));
+        // An agent that asked for fewer tokens has met its own limit, not the episode's.
+        Ok(TokenBudget { max_new_tokens, limit: (max_new_tokens == longest).then_some(limit) })
     }
 }

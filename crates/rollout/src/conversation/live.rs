@@ -73,7 +73,7 @@ impl LiveText {
     }
 
     /// Whether a client was shown something else than this thinking and text, because a call failed.
-    pub(super) fn was_contradicted(&self, reasoning: &str, content: &str) -> bool {
+    pub(super) fn has_shown_other(&self, reasoning: &str, content: &str) -> bool {
         self.lock().as_ref().is_some_and(|state| {
             let begins = |(thought, spoken): &(String, String)| {
                 reasoning.starts_with(thought.as_str()) && content.starts_with(spoken.as_str())

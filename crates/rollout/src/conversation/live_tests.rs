@@ -2,10 +2,10 @@
 
 use super::tests::{chat, conversation, deliver, request, sent};
 use super::*;
-use orchestrate_engine::EngineErrorKind;
+use orchestrate_engine::{EngineErrorKind, Finish};
 use orchestrate_gateway::{Receipt, ShownText};
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
-use orchestrate_types::ModelShape;
+use orchestrate_types::{ModelShape, TokenId};
 
 fn ids(text: &str) -> Vec<TokenId> {
     chat().encode(text).unwrap()

@@ -45,8 +45,9 @@ pub(crate) struct SampledReply {
     /// Routing rows of the branch up to this reply, `[P + N − 1, moe layers, top_k]`, for a request in
     /// tokens.
     pub(crate) rows: Option<RoutingMask>,
-    /// Whether a client was shown another text, because an engine call failed: it has seen an error.
-    pub(super) contradicts: bool,
+    /// Whether a client was shown a text that this does not continue, because an engine call failed: it
+    /// has seen an error.
+    pub(super) contradicts_shown: bool,
     /// How it was sent to each client that got it or was to get it.
     pub(super) deliveries: Mutex<Vec<Delivery>>,
 }
@@ -154,16 +155,17 @@ impl PendingReplies {
         pending.iter().rev().find(is_owed).cloned()
     }
 
-    /// Whether an agent saw an error because an engine call failed, and has not got the reply since.
-    pub(super) fn has_cut_off(&self) -> bool {
+    /// Whether an agent saw a stream end with an error because an engine call failed, and has not got the
+    /// reply since.
+    pub(super) fn has_broken_stream(&self) -> bool {
         self.by_content.values().flatten().any(|pending| match &*pending.answer.borrow() {
-            Some(Ok(reply)) => reply.contradicts && !reply.was_sent(),
+            Some(Ok(reply)) => reply.contradicts_shown && !reply.was_sent(),
             Some(Err(_)) | None => false,
         })
     }
 
     /// Notes that a client has the reply with this number: its request continues it.
-    pub(super) fn is_continued(&mut self, number: u32) {
+    pub(super) fn mark_continued(&mut self, number: u32) {
         self.continued.insert(number);
     }
 

@@ -15,15 +15,30 @@ use std::sync::Arc;
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
 const BYTES_PER_TOKEN: usize = 32;
 
+/// The prompt of a request, at its branch point.
+pub(super) struct SplitPrompt {
+    /// How many of its tokens the branch has.
+    pub(super) known: usize,
+    /// The tokens after these.
+    pub(super) new: Vec<TokenId>,
+}
+
+impl SplitPrompt {
+    /// Number of tokens.
+    pub(super) fn len(&self) -> usize {
+        self.known + self.new.len()
+    }
+}
+
 impl Conversation {
-    /// The prompt of a request at a branch point: number of tokens that the branch has, and those that follow.
+    /// The prompt of a request at a branch point.
     pub(super) fn prompt_at(
         &self,
         tree: &Tree<Sequence>,
         point: BranchPoint,
         prompt: &RequestPrompt,
         tools: &ToolSet,
-    ) -> Result<(usize, Vec<TokenId>), ReplyError> {
+    ) -> Result<SplitPrompt, ReplyError> {
         let messages = match prompt {
             RequestPrompt::Messages { messages, .. } => messages,
             RequestPrompt::Tokens(ids) => return self.tokens_at(tree, point, ids),
@@ -44,16 +59,19 @@ impl Conversation {
         }
         let (branch, tokens) = match point {
             BranchPoint::Root { .. } => {
-                return Ok((0, chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec()));
+                let new = chat.prompt_with(&new, &tools.shown).map_err(refused)?.to_vec();
+                return Ok(SplitPrompt { known: 0, new });
             }
             BranchPoint::Tip { branch } => (branch, None),
             BranchPoint::Fork { branch, tokens, .. } => (branch, Some(tokens)),
         };
-        let Some(branch) = tree.branches.get(branch) else { return Ok((0, Vec::new())) };
+        let Some(branch) = tree.branches.get(branch) else {
+            return Ok(SplitPrompt { known: 0, new: Vec::new() });
+        };
         let ids = branch.sequence.buffer.ids();
-        let head = tokens.unwrap_or(ids.len());
-        let last = head.checked_sub(1).and_then(|last| ids.get(last)).copied();
-        Ok((head, chat.delta_with(&new, last, &tools.shown).map_err(refused)?))
+        let known = tokens.unwrap_or(ids.len());
+        let last = known.checked_sub(1).and_then(|last| ids.get(last)).copied();
+        Ok(SplitPrompt { known, new: chat.delta_with(&new, last, &tools.shown).map_err(refused)? })
     }
 
     /// The prompt of a request in tokens at a branch point.
@@ -62,21 +80,21 @@ impl Conversation {
         tree: &Tree<Sequence>,
         point: BranchPoint,
         prompt: &[TokenId],
-    ) -> Result<(usize, Vec<TokenId>), ReplyError> {
+    ) -> Result<SplitPrompt, ReplyError> {
         let vocabulary = self.context.engine.shape().vocab;
         if let Some(id) = prompt.iter().find(|id| **id as usize >= vocabulary) {
             let problem =
                 format!("token id {id} is not below {vocabulary}, the model's vocabulary");
             return Err(ReplyError::Refused(problem));
         }
-        let head = match point {
+        let known = match point {
             BranchPoint::Root { .. } => 0,
             BranchPoint::Fork { tokens, .. } => tokens,
             BranchPoint::Tip { branch } => {
                 tree.branches.get(branch).map_or(0, |branch| branch.sequence.buffer.len())
             }
         };
-        Ok((head, prompt.get(head..).unwrap_or_default().to_vec()))
+        Ok(SplitPrompt { known, new: prompt.get(known..).unwrap_or_default().to_vec() })
     }
 
     /// A message as the template shows it. An agent's text cannot hold control tokens, even in replies
@@ -95,22 +113,22 @@ impl Conversation {
         message
     }
 
-    /// The branch for a branch point, begun if necessary, without the messages and tokens that are new. `messages` are
-    /// all messages of the request, and `tail` the new tokens. Also returns why a branch began that the place
-    /// does not begin.
+    /// The branch for a branch point, begun if necessary, without the messages and tokens that are new.
+    /// `messages` are all messages of the request, and `new_tokens` the tokens of its prompt that are new.
+    /// Also returns why a branch began at a point that itself begins none: the template drops thinking.
     pub(super) fn branch_at(
         &self,
         state: &mut State,
         point: BranchPoint,
         tools: &ToolSet,
-        (messages, tail): (&[Arc<HistoryMessage>], &[TokenId]),
+        (messages, new_tokens): (&[Arc<HistoryMessage>], &[TokenId]),
     ) -> (usize, Option<ForkCause>) {
         let number = state.tree.branches.len();
         let (parent, is_tip) = match point {
             BranchPoint::Tip { branch } => (branch, true),
             BranchPoint::Fork { branch, .. } => (branch, false),
             BranchPoint::Root { .. } => {
-                let sequence = self.root_sequence(&state.tree, number, tail);
+                let sequence = self.root_sequence(&state.tree, number, new_tokens);
                 let (tools, segments, parent) = (tools.digest, Vec::new(), None);
                 state.tree.branches.push(Branch {
                     tools,
@@ -125,7 +143,7 @@ impl Conversation {
         let segments = point.segments(&state.tree);
         let Some(from) = state.tree.branches.get(parent) else { return (number, None) };
         let forked = |cause| Some(cause).filter(|_| is_tip);
-        let Some(cut) = self.dropped_thinking(from, segments, messages, tools) else {
+        let Some(shorter) = self.without_thinking(from, segments, messages, tools) else {
             if let BranchPoint::Fork { tokens, .. } = point {
                 let branch = self.fork(state, parent, segments, tokens);
                 return (branch, None);
@@ -133,14 +151,14 @@ impl Conversation {
             return (parent, None);
         };
         // A request that continued the same replies in the same way has left it out before.
-        let is_cut = |branch: &Branch<Sequence>| {
+        let end = shorter.common + shorter.kept.len();
+        let has_left_it_out = |branch: &Branch<Sequence>| {
             let ids = branch.sequence.buffer.ids();
-            branch.parent == Some((parent, cut.at))
+            branch.parent == Some((parent, shorter.common))
                 && branch.segments.len() >= segments
-                && ids.get(cut.at..cut.at + cut.kept.len()) == Some(cut.kept.as_slice())
+                && ids.get(shorter.common..end) == Some(shorter.kept.as_slice())
         };
-        if let Some(known) = state.tree.branches.iter().position(is_cut) {
-            let end = cut.at + cut.kept.len();
+        if let Some(known) = state.tree.branches.iter().position(has_left_it_out) {
             let Some(branch) = state.tree.branches.get(known) else { return (number, None) };
             if branch.segments.len() == segments && !branch.is_busy {
                 return (known, None);
@@ -148,12 +166,12 @@ impl Conversation {
             let cause = branch.cause_of_fork(branch.common(messages), messages);
             return (self.fork(state, known, segments, end), forked(cause));
         }
-        let mut sequence = from.sequence.branch(&self.context, number, cut.at);
-        sequence.extend(&cut.kept);
-        let (tools, parent) = (from.tools, Some((parent, cut.at)));
+        let mut sequence = from.sequence.branch(&self.context, number, shorter.common);
+        sequence.extend(&shorter.kept);
+        let (tools, parent) = (from.tools, Some((parent, shorter.common)));
         state.tree.branches.push(Branch {
             tools,
-            segments: cut.segments,
+            segments: shorter.segments,
             is_busy: false,
             parent,
             sequence,
@@ -195,13 +213,13 @@ impl Conversation {
 
     /// The first `segments` segments of a branch without the thinking that the chat template leaves out before the
     /// messages that follow them in `messages`; `None` if it leaves out nothing.
-    fn dropped_thinking(
+    fn without_thinking(
         &self,
         from: &Branch<Sequence>,
         segments: usize,
         messages: &[Arc<HistoryMessage>],
         tools: &ToolSet,
-    ) -> Option<Cut> {
+    ) -> Option<WithoutThinking> {
         let chat = &self.context.chat;
         if chat.options.history != History::Template || from.tools == IN_TOKENS {
             return None;
@@ -210,39 +228,42 @@ impl Conversation {
         let role = deciding_role(next.iter().map(|entry| entry.message.role.as_str()));
         let ids = from.sequence.buffer.ids();
         let mut segments = from.segments.get(..segments)?.to_vec();
-        let mut cut: Option<(usize, Vec<TokenId>)> = None;
+        let mut shorter: Option<(usize, Vec<TokenId>)> = None;
         // The end of the tokens that are kept or left out so far.
         let mut done = 0;
         for segment in &mut segments {
-            let Segment::Reply { end, tokens, is_cut, .. } = segment else { continue };
+            let Segment::Reply { end, tokens, drops_thinking, .. } = segment else { continue };
             let (begin, old_end) = (end.checked_sub(*tokens)?, *end);
             let turn = ids.get(begin..old_end)?;
-            let (header, thinking) =
-                if *is_cut { (0, 0) } else { chat.dropped_tokens(turn, &tools.shown, role) };
+            let (header, thinking) = if *drops_thinking {
+                (0, 0)
+            } else {
+                chat.dropped_tokens(turn, &tools.shown, role)
+            };
             let is_changed = header + thinking > 0;
-            if cut.is_none() && !is_changed {
+            if shorter.is_none() && !is_changed {
                 continue;
             }
             let begin = begin.checked_sub(header)?;
-            if cut.is_none() {
+            if shorter.is_none() {
                 done = begin;
             }
-            let (at, kept) = cut.get_or_insert((begin, Vec::new()));
+            let (common, kept) = shorter.get_or_insert((begin, Vec::new()));
             kept.extend(ids.get(done..begin)?);
             kept.extend(turn.get(thinking..)?);
-            *end = *at + kept.len();
+            *end = *common + kept.len();
             *tokens -= thinking;
-            *is_cut |= is_changed;
+            *drops_thinking |= is_changed;
             done = old_end;
         }
-        cut.map(|(at, kept)| Cut { at, kept, segments })
+        shorter.map(|(common, kept)| WithoutThinking { common, kept, segments })
     }
 }
 
 /// The beginning of a branch without some thinking.
-struct Cut {
+struct WithoutThinking {
     /// Tokens that it has in common with the branch.
-    at: usize,
+    common: usize,
     /// What it keeps of the others.
     kept: Vec<TokenId>,
     segments: Vec<Segment>,

@@ -1,13 +1,13 @@
 //! Records generations, and repeats what was recorded of a conversation in an earlier process. Requests and replies take the same
 //! way as at first; only the engine is not asked again.
 
+use super::Conversation;
+use super::generation::{FinishedGeneration, PlannedGeneration, SampledTurn};
 use super::pending::PendingReply;
 use super::request::{ReplyError, ReplyRequest, RequestPrompt, digest_of};
 use super::tree::Segment;
-use super::{Conversation, FinishedGeneration, PlannedGeneration};
 use crate::sequence::{AcceptedCall, NoReply};
 use crate::turn_journal::{ConversationRecord, LimitRecord, RepliedRecord};
-use orchestrate_engine::Finish;
 use orchestrate_gateway::ErrorCode;
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -101,13 +101,13 @@ impl Conversation {
         let mut state = self.state();
         let point = state.locate(&request.prompt, &tools);
         if let Some(continued) = point.reply(&state.tree) {
-            state.replies.is_continued(continued);
+            state.replies.mark_continued(continued);
         }
         let planned = self
             .plan(&mut state, request, (point, &tools))
             .map_err(|error| ReplayError::Failed { number, error: error.to_string() })?;
-        if planned.id.ordinal != number {
-            return Err(ReplayError::Number { number: planned.id.ordinal, recorded: number });
+        if planned.id.number != number {
+            return Err(ReplayError::Number { number: planned.id.number, recorded: number });
         }
         let pending = state.replies.open(digest_of(request, &tools.digest), None);
         Ok(Open { planned, prompt: request.prompt.clone(), pending })
@@ -118,21 +118,20 @@ impl Conversation {
         let RepliedRecord { number, elapsed, contradicts, calls } = replied;
         let failed = |error: String| ReplayError::Failed { number, error };
         planned.sequence.replayed = Some(calls.into());
-        let prompt_tokens = planned.sequence.buffer.prompt_len();
-        let (id, room) = (planned.id, planned.room);
-        let sampled = self.generate(&mut planned.sequence, id, room, None).await;
+        let (id, max_new_tokens) = (planned.id, planned.budget.max_new_tokens);
+        let sampled = self.generate(&mut planned.sequence, id, max_new_tokens, None).await;
         let left = planned.sequence.replayed.take().map_or(0, |calls| calls.len());
-        let (finish, cached) = sampled.map_err(|error| failed(format!("{error:?}")))?;
+        let sampled = sampled.map_err(|error| failed(format!("{error:?}")))?;
         if left > 0 {
             return Err(failed(format!("its record has {left} engine calls too many")));
         }
-        let asked = self.observation(&prompt, &planned.tail);
+        let observation = self.observation(&prompt, &planned.new_tokens);
         let generated = FinishedGeneration {
             elapsed,
-            contradicted: contradicts,
-            ..FinishedGeneration::replayed(planned, &prompt, Ok((finish, prompt_tokens, cached)))
+            contradicted_earlier: contradicts,
+            ..FinishedGeneration::replayed(planned, &prompt, Ok(sampled))
         };
-        self.store(&mut self.state(), generated, asked, &pending);
+        self.store(&mut self.state(), generated, observation, &pending);
         let answer = pending.answered();
         match answer {
             Some(Ok(_)) => Ok(()),
@@ -159,19 +158,19 @@ impl FinishedGeneration {
     fn replayed(
         planned: PlannedGeneration,
         prompt: &RequestPrompt,
-        sampled: Result<(Finish, usize, usize), NoReply>,
+        sampled: Result<SampledTurn, NoReply>,
     ) -> Self {
-        let PlannedGeneration { branch, sequence, id, limit, overridden, .. } = planned;
+        let PlannedGeneration { branch, sequence, id, budget, overridden, .. } = planned;
         Self {
             branch,
             sequence,
             id,
-            limit,
+            limit: budget.limit,
             elapsed: Duration::ZERO,
             sampled,
             tools: prompt.tools(),
             overridden,
-            contradicted: false,
+            contradicted_earlier: false,
         }
     }
 }

@@ -6,11 +6,11 @@ use crate::api::{Action, RowCounts};
 use crate::rows::RowSharing;
 use crate::turn_journal::{ResumedJournal, TakenRecord, TurnJournals};
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_engine::{Engine as _, EngineErrorKind};
+use orchestrate_engine::{Engine as _, EngineErrorKind, Finish};
 use orchestrate_gateway::{ErrorCode, LeaseRecord};
 use orchestrate_routing::{CacheOptions, PrefixCache, RoutingMask};
 use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape};
-use orchestrate_types::{AttemptId, ModelShape, PolicyVersion};
+use orchestrate_types::{AttemptId, ModelShape, PolicyVersion, TokenId};
 use serde_json::json;
 
 /// Longest prompt that the engine takes, in tokens.

@@ -9,6 +9,7 @@ use crate::rows::RowSharing;
 use crate::template::{ChatTemplate, TemplateInput};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
+use orchestrate_engine::Finish;
 use orchestrate_gateway::{AskedSampling, Receipt};
 use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};

@@ -3,7 +3,7 @@
 //! Agents send their whole history with every request. [`Tree::locate`] finds the branch that a
 //! request continues: the one whose messages, sampled replies included, are the request's first ones.
 //! Where the request departs from everything that was said, a branch forks off after the last reply
-//! that both have in common. This file compares messages only; tokens and rows are the payload `L`.
+//! that both have in common. This file compares messages only; tokens and rows are in the sequence `S` of each branch.
 
 use crate::api::Message;
 use serde::{Deserialize, Serialize};
@@ -162,13 +162,13 @@ pub(crate) enum Segment {
         /// How many of them are the reply's.
         tokens: usize,
         /// Whether its thinking is not among them, because the chat template leaves it out.
-        is_cut: bool,
+        drops_thinking: bool,
     },
 }
 
 /// A branch: everything that was said from the start of the conversation on.
 #[derive(Debug)]
-pub(crate) struct Branch<L> {
+pub(crate) struct Branch<S> {
     /// Digest of the tools that its prompts show.
     pub(crate) tools: [u8; 32],
     pub(crate) segments: Vec<Segment>,
@@ -176,7 +176,7 @@ pub(crate) struct Branch<L> {
     pub(crate) is_busy: bool,
     /// The branch that it forked from, and the number of tokens that both have.
     pub(crate) parent: Option<(usize, usize)>,
-    pub(crate) sequence: L,
+    pub(crate) sequence: S,
 }
 
 /// Where a request belongs.
@@ -192,7 +192,7 @@ pub(crate) enum BranchPoint {
 
 impl BranchPoint {
     /// How many of the request's messages the branch already has.
-    pub(crate) fn segments<L>(self, tree: &Tree<L>) -> usize {
+    pub(crate) fn segments<S>(self, tree: &Tree<S>) -> usize {
         match self {
             Self::Tip { branch } => tree.branches.get(branch).map_or(0, |b| b.segments.len()),
             Self::Fork { segments, .. } => segments,
@@ -201,7 +201,7 @@ impl BranchPoint {
     }
 
     /// Number of the reply that a request at this point continues.
-    pub(crate) fn reply<L>(self, tree: &Tree<L>) -> Option<u32> {
+    pub(crate) fn reply<S>(self, tree: &Tree<S>) -> Option<u32> {
         let (Self::Tip { branch } | Self::Fork { branch, .. }) = self else { return None };
         match tree.branches.get(branch)?.segments.get(self.segments(tree).checked_sub(1)?)? {
             Segment::Reply { reply, .. } => Some(reply.number),
@@ -220,11 +220,11 @@ impl BranchPoint {
 
 /// The branches of one conversation, in the order in which they began.
 #[derive(Debug)]
-pub(crate) struct Tree<L> {
-    pub(crate) branches: Vec<Branch<L>>,
+pub(crate) struct Tree<S> {
+    pub(crate) branches: Vec<Branch<S>>,
 }
 
-impl<L> Tree<L> {
+impl<S> Tree<S> {
     pub(crate) fn new() -> Self {
         Self { branches: Vec::new() }
     }
@@ -271,7 +271,7 @@ impl<L> Tree<L> {
             return false;
         };
         let end = point.segments(self);
-        let last = |branch: &Branch<L>| match branch.segments.get(end.checked_sub(1)?)? {
+        let last = |branch: &Branch<S>| match branch.segments.get(end.checked_sub(1)?)? {
             Segment::Reply { reply, .. } => Some(Arc::clone(reply)),
             Segment::Message(_) => None,
         };
@@ -305,7 +305,7 @@ impl<L> Tree<L> {
     }
 }
 
-impl<L> Branch<L> {
+impl<S> Branch<S> {
     /// Number of leading segments that are the request's first messages.
     pub(super) fn common(&self, messages: &[Arc<HistoryMessage>]) -> usize {
         let pairs = self.segments.iter().zip(messages);
@@ -362,7 +362,7 @@ mod tests {
         let message = crate::chat::message("assistant", text);
         let number = u32::try_from(end).unwrap();
         let reply = Arc::new(Reply { message, reasoning: None, number });
-        Segment::Reply { reply, end, tokens: 5, is_cut: false }
+        Segment::Reply { reply, end, tokens: 5, drops_thinking: false }
     }
 
     const TOOLS: [u8; 32] = [1; 32];
@@ -516,8 +516,12 @@ mod tests {
         let branches = [("first", 1), ("second", 2), ("third", 3)].map(|(thinking, number)| {
             let (reply, _) = called();
             let reply = Reply { reasoning: Some(thinking.to_owned()), number, ..reply };
-            let reply =
-                Segment::Reply { reply: Arc::new(reply), end: 10, tokens: 5, is_cut: false };
+            let reply = Segment::Reply {
+                reply: Arc::new(reply),
+                end: 10,
+                tokens: 5,
+                drops_thinking: false,
+            };
             let segments = vec![Segment::Message(messages("user", "u")), reply];
             Branch { tools: TOOLS, segments, is_busy: false, parent: None, sequence: () }
         });
