@@ -11,6 +11,7 @@ use std::process::Command;
 const CRATES: &[(&str, &[&str])] = &[
     ("types", &[]),
     ("cpu", &[]),
+    ("http-server", &[]),
     ("settings", &["types"]),
     ("supervisor", &[]),
     ("routing", &["cpu", "settings", "types"]),
@@ -24,7 +25,7 @@ const CRATES: &[(&str, &[&str])] = &[
     ("metrics", &["handoff", "types"]),
     ("report", &["handoff", "metrics", "store", "types"]),
     ("sinks", &["metrics", "settings", "store", "types"]),
-    ("moe", &["cpu", "handoff", "routing", "settings", "types"]),
+    ("moe", &["cpu", "handoff", "http-server", "routing", "settings", "types"]),
     (
         "coordinator",
         &[
@@ -40,6 +41,7 @@ const CRATES: &[(&str, &[&str])] = &[
             "engine",
             "gateway",
             "handoff",
+            "http-server",
             "metrics",
             "moe",
             "report",

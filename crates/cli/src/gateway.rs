@@ -10,7 +10,7 @@ use axum::response::{IntoResponse as _, Response};
 use orchestrate_gateway::{
     ErrorCode, GatewayOptions, GatewaySettings, Offers, Registry, Unconfirmed,
 };
-use orchestrate_moe::http::{
+use orchestrate_http_server::{
     ConnectionObserver, Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
 };
 use orchestrate_rollout::{ExternalWorkers, RolloutSettings, TurnJournals};

@@ -9,7 +9,7 @@ use axum::response::{IntoResponse as _, Response};
 use axum::routing::get;
 use camino::Utf8Path;
 use orchestrate_coordinator::{Event, Reporter};
-use orchestrate_moe::http::{Denial, HttpLimits, HttpOptions, HttpServer, Routes};
+use orchestrate_http_server::{Denial, HttpLimits, HttpOptions, HttpServer, Routes};
 use orchestrate_sinks::{
     CsvFile, Exposition, METRICS_CONTENT_TYPE, ParquetFile, Sink, Sinks, SinksSettings,
     TensorBoard, Warn,

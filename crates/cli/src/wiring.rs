@@ -18,8 +18,8 @@ use orchestrate_engine::{
     EngineSettings, Fleet, FleetOptions, FleetWorker, Worker, discover, unknown_shape,
 };
 use orchestrate_handoff::TrainerClient;
+use orchestrate_http_server::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::ModelConfig;
-use orchestrate_moe::http::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{

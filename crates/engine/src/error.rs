@@ -24,18 +24,7 @@ pub struct EngineError {
 impl EngineError {
     /// Whether the same call may be made again.
     pub fn retry(&self) -> Retry {
-        match &self.kind {
-            EngineErrorKind::Unreachable(_) => Retry::After(Duration::from_millis(500)),
-            EngineErrorKind::TimedOut(_) | EngineErrorKind::InvalidReply(_) => Retry::Now,
-            EngineErrorKind::Refused { status, retry_after, .. } => match status {
-                408 | 429 | 500 | 502 | 503 | 504 => {
-                    Retry::After(retry_after.unwrap_or(Duration::from_secs(1)))
-                }
-                _ => Retry::Never,
-            },
-            EngineErrorKind::GenerationFailed(_) => Retry::After(Duration::from_secs(1)),
-            EngineErrorKind::ContextFull(_) | EngineErrorKind::Unsupported(_) => Retry::Never,
-        }
+        self.kind.retry()
     }
 }
 
@@ -76,6 +65,22 @@ pub enum EngineErrorKind {
 }
 
 impl EngineErrorKind {
+    /// Whether the same call may be made again.
+    pub fn retry(&self) -> Retry {
+        match self {
+            Self::Unreachable(_) => Retry::After(Duration::from_millis(500)),
+            Self::TimedOut(_) | Self::InvalidReply(_) => Retry::Now,
+            Self::Refused { status, retry_after, .. } => match status {
+                408 | 429 | 500 | 502 | 503 | 504 => {
+                    Retry::After(retry_after.unwrap_or(Duration::from_secs(1)))
+                }
+                _ => Retry::Never,
+            },
+            Self::GenerationFailed(_) => Retry::After(Duration::from_secs(1)),
+            Self::ContextFull(_) | Self::Unsupported(_) => Retry::Never,
+        }
+    }
+
     /// [`EngineErrorKind::Unreachable`] for this reason.
     pub fn unreachable(detail: impl Into<ErrorDetail>) -> Self {
         Self::Unreachable(detail.into())

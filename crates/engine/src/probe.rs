@@ -10,7 +10,7 @@ use crate::request::{GenerateRequest, Prompt, Sampling, TokenPrompt};
 use async_trait::async_trait;
 use orchestrate_routing::{PayloadForm, RoutedRows, RoutingError};
 use orchestrate_types::{
-    AttemptId, EpisodeId, GroupId, ModelShape, PolicyVersion, RequestId, RunId, TokenId,
+    AttemptId, EpisodeId, GroupId, ModelShape, PolicyVersion, RequestId, Retry, RunId, TokenId,
 };
 use std::sync::Arc;
 use std::time::Duration;
@@ -21,6 +21,10 @@ const DEADLINE: Duration = Duration::from_mins(2);
 const PROMPT_BLOCKS: usize = 3;
 /// Minimum block size assumed, in tokens, so that there are enough rows to compare.
 const MIN_BLOCK: usize = 16;
+/// How often a call is made that the server refuses because it is busy.
+const BUSY_TRIES: u32 = 4;
+/// Longest pause between two of these.
+const MAX_BUSY_PAUSE: Duration = Duration::from_secs(10);
 /// Tokens sampled per call.
 const OUTPUTS: usize = 2;
 /// New tokens of the second turn.
@@ -62,8 +66,32 @@ impl<D: Dialect> Worker for Client<D> {
     }
 }
 
+/// Calls that a server refused because it is busy. They are made again, as a run makes them: other clients may
+/// use the server.
+#[derive(Debug, Default)]
+pub(crate) struct BusyCalls(u32);
+
+impl BusyCalls {
+    /// Waits until a refused call may be made again.
+    ///
+    /// # Errors
+    /// With the call's error if it is of another kind, or the server was busy too often.
+    pub(crate) async fn wait(&mut self, kind: EngineErrorKind) -> Result<(), EngineErrorKind> {
+        self.0 += 1;
+        match kind.retry() {
+            // What cannot be reached is for the caller to wait for.
+            Retry::After(pause) if self.0 < BUSY_TRIES && !is_unreachable(&kind) => {
+                tracing::debug!(error = %kind, tries = self.0, "the server is busy");
+                tokio::time::sleep(pause.min(MAX_BUSY_PAUSE)).await;
+                Ok(())
+            }
+            Retry::After(_) | Retry::Now | Retry::Never => Err(kind),
+        }
+    }
+}
+
 /// Whether the server is unreachable, as opposed to unsupported.
-fn is_unreachable(kind: &EngineErrorKind) -> bool {
+pub(crate) fn is_unreachable(kind: &EngineErrorKind) -> bool {
     match kind {
         EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
         EngineErrorKind::Refused { .. }
@@ -203,6 +231,22 @@ impl<D: Dialect> Probe<'_, D> {
         start: Option<usize>,
         temperature: f32,
     ) -> Result<CheckedReply, EngineErrorKind> {
+        let ids = Arc::new(tokens.to_vec());
+        let mut busy = BusyCalls::default();
+        loop {
+            match self.try_generate(Arc::clone(&ids), start, temperature).await {
+                Err(kind) => busy.wait(kind).await?,
+                reply @ Ok(_) => return reply,
+            }
+        }
+    }
+
+    async fn try_generate(
+        &mut self,
+        ids: Arc<Vec<TokenId>>,
+        start: Option<usize>,
+        temperature: f32,
+    ) -> Result<CheckedReply, EngineErrorKind> {
         let group = GroupId::Eval { round: 0, index: 0 };
         let attempt = AttemptId { episode: EpisodeId { group, member: 0 }, attempt: 1 };
         self.calls += 1;
@@ -210,7 +254,7 @@ impl<D: Dialect> Probe<'_, D> {
             request_id: RequestId::new(self.run, attempt, self.calls, 0),
             session: format!("probe-{}", self.run.short()),
             prompt: Prompt::Tokens(TokenPrompt {
-                ids: Arc::new(tokens.to_vec()),
+                ids,
                 routed_experts_start: start,
                 cache_namespace: PolicyVersion(0),
             }),

@@ -7,7 +7,6 @@ pub mod diagnostics;
 mod fused;
 #[cfg(test)]
 mod golden;
-pub mod http;
 pub mod infer;
 pub mod loss;
 pub mod router;

@@ -4,7 +4,7 @@
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{Hyperparameters, LogprobsRequest, StepRequest};
 use orchestrate_handoff::{BatchMeta, BatchSample, TrainerClient, TrainerErrorKind, write_batch};
-use orchestrate_moe::http::{AllowedFolders, HttpOptions};
+use orchestrate_http_server::{AllowedFolders, HttpOptions};
 use orchestrate_moe::train::{
     PackedBatch, Pass, ServeTrainerError, TrainModel, TrainerOptions, serve_trainer,
 };

@@ -3,7 +3,7 @@
 use crate::error::UsageError;
 use camino::Utf8PathBuf;
 use clap::Args;
-use orchestrate_moe::http::{HttpLimits, HttpOptions, HttpSetupError, TlsFiles};
+use orchestrate_http_server::{HttpLimits, HttpOptions, HttpSetupError, TlsFiles};
 use std::net::SocketAddr;
 use std::num::NonZeroU32;
 

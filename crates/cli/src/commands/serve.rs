@@ -5,7 +5,7 @@ use crate::config::{ConfigError, weight_format};
 use crate::error::UsageError;
 use crate::{output, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_moe::http::{AllowedFolders, HttpOptions};
+use orchestrate_http_server::{AllowedFolders, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_types::ConfigProblem;

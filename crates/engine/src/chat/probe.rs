@@ -5,6 +5,7 @@ use crate::capability::CapabilityFinding;
 use crate::error::EngineErrorKind;
 use crate::http::send;
 use crate::message::{AssistantMessage, ChatMessage};
+use crate::probe::{BusyCalls, is_unreachable};
 use crate::request::Sampling;
 
 /// The result of every call: none is performed.
@@ -22,11 +23,9 @@ impl ChatClient {
         let mut messages = self.options.prompt.messages.to_vec();
         let mut facts = vec![("use", "evaluation only".to_owned())];
         for turn in 1..=2 {
-            let reply = match self.ask(&messages, &self.options).await {
+            let reply = match self.ask_patiently(&messages).await {
                 Ok(reply) => reply,
-                Err(kind @ (EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_))) => {
-                    return Err(kind);
-                }
+                Err(kind) if is_unreachable(&kind) => return Err(kind),
                 Err(kind) => {
                     let remedy = self.remedy(&messages, &kind).await;
                     let problem = format!("{COMPLETIONS}, turn {turn}: {kind}");
@@ -50,6 +49,20 @@ impl ChatClient {
             }
         }
         Ok((facts, Vec::new()))
+    }
+
+    /// Samples one turn with the settings of the run, also from a busy server.
+    async fn ask_patiently(
+        &self,
+        messages: &[ChatMessage],
+    ) -> Result<AssistantMessage, EngineErrorKind> {
+        let mut busy = BusyCalls::default();
+        loop {
+            match self.ask(messages, &self.options).await {
+                Err(kind) => busy.wait(kind).await?,
+                reply @ Ok(_) => return reply,
+            }
+        }
     }
 
     /// Samples one turn with the fields and values of a run.

@@ -9,6 +9,7 @@ use orchestrate_engine::{
 use orchestrate_types::{PolicyVersion, Retry};
 use serde_json::{Value, json};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc;
 use tokio::task::JoinSet;
@@ -264,6 +265,20 @@ async fn chat_requests_name_the_model_and_weights_cannot_be_updated() {
     let report = client.probe().await.unwrap();
     let found: Vec<String> = report.refusals().map(ToString::to_string).collect();
     assert!(found.len() == 1 && found[0].contains("no such model"), "{found:?}");
+}
+
+#[tokio::test]
+async fn a_busy_chat_server_is_probed_again() {
+    let mut tasks = JoinSet::new();
+    let calls = AtomicU32::new(0);
+    let (client, _seen) =
+        client(&mut tasks, None, move |_| match calls.fetch_add(1, Ordering::Relaxed) % 2 {
+            0 => Reply::Busy(429, "0"),
+            _ => completion("ok", "stop"),
+        })
+        .await;
+    let report = client.probe().await.unwrap();
+    assert_eq!(report.findings, []);
 }
 
 /// Whether a server refuses a body.

@@ -6,6 +6,7 @@ use orchestrate_routing::{RoutedRows, encode_npy, encode_sglang};
 use orchestrate_types::ModelShape;
 use serde_json::{Value, json};
 use std::sync::Mutex;
+use std::sync::atomic::{AtomicU32, Ordering};
 use std::time::Duration;
 use tokio::sync::mpsc::Receiver;
 use tokio::task::JoinSet;
@@ -158,7 +159,7 @@ async fn toy(tasks: &mut JoinSet<()>, vllm: bool, broken: Broken) -> (String, Re
                     Reply::Now(403, json!({"error": {"message": "not enabled"}}).to_string())
                 }
                 Broken::NoTokenRoute => Reply::Now(404, json!({"detail": "x"}).to_string()),
-                Broken::Starting => Reply::Now(503, json!({"error": "starting"}).to_string()),
+                Broken::Starting => Reply::Busy(503, "0"),
                 _ => reply(toy.lock().unwrap().generate(sent)),
             },
             "/server_info" if vllm => {
@@ -224,6 +225,28 @@ async fn the_probe_makes_its_calls_in_order() {
         }
     }
     assert_eq!(sent, [(48, Some(0)), (48, Some(0)), (48, Some(47)), (55, Some(49)), (48, None)]);
+}
+
+#[tokio::test]
+async fn a_busy_server_is_asked_again() {
+    for status in [429, 503] {
+        let mut tasks = JoinSet::new();
+        let toy =
+            Mutex::new(Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() });
+        let refused = AtomicU32::new(0);
+        let (url, _) = serve(&mut tasks, move |path, sent| match path {
+            // Two of three calls are refused.
+            "/generate" if refused.fetch_add(1, Ordering::Relaxed) % 3 < 2 => {
+                Reply::Busy(status, "0")
+            }
+            "/generate" => Reply::Now(200, toy.lock().unwrap().generate(sent).to_string()),
+            "/server_info" => Reply::Now(200, server_info().to_string()),
+            _ => Reply::Now(200, json!({"weight_version": "default"}).to_string()),
+        })
+        .await;
+        let report = EngineKind::Sglang.client(options(&url)).unwrap().probe().await.unwrap();
+        assert_eq!(report.findings, []);
+    }
 }
 
 #[tokio::test]

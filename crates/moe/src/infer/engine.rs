@@ -3,11 +3,11 @@
 use super::body::Bounds;
 use super::matrix::WeightFormat;
 use super::request::{Command, InvalidBody, Status};
-use crate::http::{AllowedFolders, HttpOptions, HttpSetupError};
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
 use camino::Utf8PathBuf;
+use orchestrate_http_server::{AllowedFolders, HttpOptions, HttpSetupError};
 use serde::Deserialize;
 use serde_json::json;
 use std::collections::HashSet;

@@ -2,7 +2,6 @@
 
 use super::service::{TrainerHandle, TrainerOptions, TrainerRefusal, start};
 use crate::CheckpointError;
-use crate::http::{Denial, HttpServer, HttpSetupError, Routes};
 use axum::body::Bytes;
 use axum::extract::{Path, State};
 use axum::http::StatusCode;
@@ -10,6 +9,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use orchestrate_handoff::protocol::{ErrorBody, ErrorDetail, LogprobsRequest, StepRequest};
+use orchestrate_http_server::{Denial, HttpServer, HttpSetupError, Routes};
 use serde::Serialize;
 use tokio::net::TcpListener;
 use tokio_util::sync::CancellationToken;

@@ -8,7 +8,6 @@ use super::learner::Learner;
 use super::model::TrainModel;
 use super::step::{Measured, StepError, TrainBatch, apply, check_settings, measure};
 use super::store::{AppliedStep, CheckpointStore, Restored, TrainerState};
-use crate::http::{AllowedFolders, HttpOptions};
 use crate::{CheckpointError, ModelConfig};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_handoff::protocol::{
@@ -16,6 +15,7 @@ use orchestrate_handoff::protocol::{
     StepResult, StepState, StepStatus, TrainerInfo,
 };
 use orchestrate_handoff::{Batch, BatchError};
+use orchestrate_http_server::{AllowedFolders, HttpOptions};
 use orchestrate_types::PolicyVersion;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::atomic::{AtomicBool, Ordering};

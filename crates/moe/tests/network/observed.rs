@@ -5,7 +5,7 @@ use axum::http::Extensions;
 use axum::response::IntoResponse as _;
 use axum::routing::get;
 use camino::Utf8Path;
-use orchestrate_moe::http::{
+use orchestrate_http_server::{
     ConnectionObserver, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
 };
 use std::net::SocketAddr;

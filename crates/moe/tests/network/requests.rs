@@ -3,7 +3,7 @@
 use crate::server::{
     Kind, PATIENCE, TOKEN, TestServer, received, serve, short_limits, status, with_token,
 };
-use orchestrate_moe::http::{HttpLimits, HttpOptions, HttpSetupError};
+use orchestrate_http_server::{HttpLimits, HttpOptions, HttpSetupError};
 use orchestrate_moe::infer::{EngineOptions, EngineServeError, serve_engine};
 use std::time::Duration;
 use tokio::io::AsyncWriteExt;

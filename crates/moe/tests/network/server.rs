@@ -1,7 +1,7 @@
 //! Servers under attack, and a client that sends whatever bytes it is told to.
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_moe::http::{AllowedFolders, HttpLimits, HttpOptions};
+use orchestrate_http_server::{AllowedFolders, HttpLimits, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_moe::{ModelConfig, StoredType, Weights, save_checkpoint};

@@ -4,7 +4,7 @@ use crate::server::{Kind, TestServer, serve, with_token};
 use camino::Utf8Path;
 use orchestrate_engine::{EngineErrorKind, EngineKind};
 use orchestrate_handoff::{TlsClientPem, TrainerClient, TrainerErrorKind};
-use orchestrate_moe::http::{HttpOptions, TlsFiles};
+use orchestrate_http_server::{HttpOptions, TlsFiles};
 use orchestrate_settings::TlsClientFiles;
 
 /// Two folders with an authority and its certificates each; `None`, reported as a skip, without

@@ -6,7 +6,7 @@ use axum::response::IntoResponse as _;
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
 use orchestrate_gateway::{GatewayOptions, Offers, Registry, Unconfirmed};
-use orchestrate_moe::http::{ConnectionObserver, HttpOptions, HttpServer, Routes};
+use orchestrate_http_server::{ConnectionObserver, HttpOptions, HttpServer, Routes};
 use orchestrate_rollout::{
     EpisodeRequest, Episodes as _, ExternalWorkers, RolloutSection, Scaffold, TurnJournals,
 };

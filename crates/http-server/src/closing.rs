@@ -27,7 +27,7 @@ pub trait ConnectionObserver: Send + Sync {
 }
 
 /// The stream of a connection, plain or with TLS.
-pub(super) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + 'static {
+pub(crate) trait Socket: AsyncRead + AsyncWrite + Unpin + Send + 'static {
     /// Whether the server can end its side before the client has ended the other: a client that closes a TLS
     /// connection does not read the server's last record, which looks as if a reply were unread.
     const ENDS_FIRST: bool;
@@ -49,7 +49,7 @@ impl Socket for TcpStream {
 ///
 /// # Errors
 /// If the client did not read everything.
-pub(super) async fn close<S: Socket>(mut stream: S, ends_reply: bool) -> io::Result<()> {
+pub(crate) async fn close<S: Socket>(mut stream: S, ends_reply: bool) -> io::Result<()> {
     // No peer is left after a reset. The server may have met that as the end of the client's requests.
     stream.tcp().peer_addr()?;
     let ends_first = S::ENDS_FIRST || ends_reply;

@@ -1,4 +1,4 @@
-//! Shared parts of the HTTP servers of the engine, the trainer and the gateway.
+//! The HTTP server of the embedded engine, the trainer, the gateway and the endpoint for Prometheus.
 //!
 //! [`HttpOptions`] says who may reach a server. `HttpServer::new` refuses an address that other
 //! hosts reach without a token or client certificates. `connections` accepts connections, TLS ones

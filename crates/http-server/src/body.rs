@@ -1,6 +1,6 @@
 //! Reading request bodies, bounded in time, in bytes, and in the memory of all together.
 
-use super::denial::Denial;
+use crate::denial::Denial;
 use axum::body::{Body, Bytes};
 use futures::StreamExt;
 use std::sync::Arc;
@@ -15,7 +15,7 @@ const DRAIN_LIMIT: usize = 64 << 20;
 /// Reads bodies. All bodies that are in memory at the same time have at most the size of one of
 /// the largest that is permitted.
 #[derive(Debug)]
-pub(super) struct Bodies {
+pub(crate) struct Bodies {
     limit: usize,
     time: Duration,
     /// Bytes that may still be held.
@@ -36,13 +36,13 @@ impl AsRef<[u8]> for Held {
 
 impl Bodies {
     /// Bodies of at most `limit` bytes, each received within `time`.
-    pub(super) fn new(limit: usize, time: Duration) -> Self {
+    pub(crate) fn new(limit: usize, time: Duration) -> Self {
         let limit = limit.min(Semaphore::MAX_PERMITS);
         Self { limit, time, room: Arc::new(Semaphore::new(limit)) }
     }
 
     /// Reads a whole body.
-    pub(super) async fn read(&self, body: Body) -> Result<Bytes, Denial> {
+    pub(crate) async fn read(&self, body: Body) -> Result<Bytes, Denial> {
         timeout(self.time, self.collect(body)).await.unwrap_or(Err(Denial::BodyTimedOut))
     }
 

@@ -1,9 +1,9 @@
 //! The checks that every request passes before a handler sees it.
 
-use super::body::Bodies;
-use super::denial::Denial;
-use super::hosts::{AllowedHosts, check_origin};
-use super::options::HttpOptions;
+use crate::body::Bodies;
+use crate::denial::Denial;
+use crate::hosts::{AllowedHosts, check_origin};
+use crate::options::HttpOptions;
 use axum::Router;
 use axum::body::{Body, HttpBody};
 use axum::extract::{Request, State};
@@ -42,7 +42,7 @@ struct Guard {
 }
 
 /// Puts a guard in front of an application.
-pub(super) fn guarded(
+pub(crate) fn guarded(
     app: Router,
     options: &HttpOptions,
     address: SocketAddr,

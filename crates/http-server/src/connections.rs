@@ -1,9 +1,9 @@
 //! Accepts connections: a bounded number, plain or with TLS, with a limit on the time of headers.
 
-use super::closing::{ConnectionObserver, Socket, close};
-use super::guard::{Routes, guarded};
-use super::options::{HttpLimits, HttpOptions, HttpSetupError};
-use super::tls::{self, TlsSocket};
+use crate::closing::{ConnectionObserver, Socket, close};
+use crate::guard::{Routes, guarded};
+use crate::options::{HttpLimits, HttpOptions, HttpSetupError};
+use crate::tls::{self, TlsSocket};
 use axum::Router;
 use axum::extract::Request;
 use axum::http::Version;

@@ -1,7 +1,7 @@
 //! By which hosts a request may address the server, and which pages may send one.
 
-use super::denial::Denial;
-use super::options::HttpOptions;
+use crate::denial::Denial;
+use crate::options::HttpOptions;
 use axum::http::uri::Authority;
 use axum::http::{HeaderMap, Uri, header};
 use std::net::{IpAddr, SocketAddr};
@@ -9,13 +9,13 @@ use std::net::{IpAddr, SocketAddr};
 /// Hosts by which requests may address a server. A web page whose name resolves to this machine
 /// (DNS rebinding) addresses it by that name, and is denied.
 #[derive(Debug)]
-pub(super) enum AllowedHosts {
+pub(crate) enum AllowedHosts {
     Any,
     Listed { bound: IpAddr, names: Vec<String> },
 }
 
 impl AllowedHosts {
-    pub(super) fn new(options: &HttpOptions, address: SocketAddr) -> Self {
+    pub(crate) fn new(options: &HttpOptions, address: SocketAddr) -> Self {
         if options.any_host(address) {
             return Self::Any;
         }
@@ -24,7 +24,7 @@ impl AllowedHosts {
     }
 
     /// Checks the host that a request addresses.
-    pub(super) fn check(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), Denial> {
+    pub(crate) fn check(&self, uri: &Uri, headers: &HeaderMap) -> Result<(), Denial> {
         let mut hosts = headers.get_all(header::HOST).into_iter();
         let (host, more) = (hosts.next(), hosts.next());
         let host = host.filter(|_| more.is_none()).ok_or(Denial::MissingHost)?;
@@ -54,7 +54,7 @@ impl AllowedHosts {
 }
 
 /// Denies a request that a browser sends for a page of another site.
-pub(super) fn check_origin(headers: &HeaderMap) -> Result<(), Denial> {
+pub(crate) fn check_origin(headers: &HeaderMap) -> Result<(), Denial> {
     let bytes = |name: &str| headers.get(name).map(|value| value.as_bytes().to_ascii_lowercase());
     if bytes("sec-fetch-site").is_some_and(|site| site != b"same-origin" && site != b"none") {
         return Err(Denial::CrossSite);

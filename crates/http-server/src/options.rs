@@ -83,7 +83,7 @@ impl HttpOptions {
 
     /// Whether a request may address the server by any name: only where it also needs a secret,
     /// which a web page that a browser shows does not have.
-    pub(super) fn any_host(&self, address: SocketAddr) -> bool {
+    pub(crate) fn any_host(&self, address: SocketAddr) -> bool {
         !address.ip().is_loopback() && self.authenticates() && self.allowed_hosts.is_empty()
     }
 }

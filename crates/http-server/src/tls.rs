@@ -1,7 +1,7 @@
 //! TLS of a server: rustls with the files of [`TlsFiles`].
 
-use super::closing::Socket;
-use super::options::{HttpSetupError, TlsFiles};
+use crate::closing::Socket;
+use crate::options::{HttpSetupError, TlsFiles};
 use camino::Utf8Path;
 use std::io;
 use std::pin::Pin;
@@ -19,7 +19,7 @@ use tokio_rustls::server::TlsStream;
 
 /// A TLS connection. Many clients end theirs without saying so in TLS; that is an end like any other, because
 /// HTTP tells where a request ends.
-pub(super) struct TlsSocket(pub(super) TlsStream<TcpStream>);
+pub(crate) struct TlsSocket(pub(crate) TlsStream<TcpStream>);
 
 impl Socket for TlsSocket {
     const ENDS_FIRST: bool = false;
@@ -76,7 +76,7 @@ impl AsyncWrite for TlsSocket {
 ///
 /// # Errors
 /// [`HttpSetupError::TlsFile`] with the file that cannot be read or used.
-pub(super) fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor, HttpSetupError> {
+pub(crate) fn acceptor(files: &TlsFiles) -> Result<TlsAcceptor, HttpSetupError> {
     let provider = Arc::new(crypto::ring::default_provider());
     let chain = certificates(&files.certificate)?;
     let key = PrivateKeyDer::from_pem_file(&files.key).map_err(|e| problem(&files.key, &e))?;
