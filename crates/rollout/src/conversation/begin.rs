@@ -3,9 +3,10 @@
 use super::generation::{PlannedGeneration, TokenBudget};
 use super::live::LiveText;
 use super::pending::{Client, Waiting};
+use super::prompt::Located;
 use super::request::{ReplyError, ReplyRequest, RequestPrompt, digest_of, digest_of_ids};
 use super::tool_set::ToolSet;
-use super::tree::{BranchPoint, Recognition, Segment};
+use super::tree::{Recognition, Segment};
 use super::{Conversation, State};
 use crate::chat::ChatErrorKind;
 use crate::machine::EpisodeLimits;
@@ -55,11 +56,11 @@ impl Conversation {
         }
         // It may be held for long, by a computation on another thread.
         let Ok(mut state) = self.state.try_lock() else { return Err(text) };
-        let point = state.locate(&request.prompt, &tools);
-        if request.prompt.bytes_from(point.segments(&state.tree)) > NEW_BYTES_HERE {
+        let located = state.locate(&request.prompt, &tools);
+        if request.prompt.bytes_from(located.point.segments(&state.tree)) > NEW_BYTES_HERE {
             return Err(text);
         }
-        Ok(self.begin_at(&mut state, (point, &tools), request, client, text))
+        Ok(self.begin_at(&mut state, located, request, client, text))
     }
 
     /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
@@ -71,19 +72,19 @@ impl Conversation {
     ) -> Begun {
         let tools = self.tools_of(&request.prompt);
         let mut state = self.state();
-        let point = state.locate(&request.prompt, &tools);
-        self.begin_at(&mut state, (point, &tools), request, client, text)
+        let located = state.locate(&request.prompt, &tools);
+        self.begin_at(&mut state, located, request, client, text)
     }
 
     fn begin_at(
         self: &Arc<Self>,
         state: &mut State,
-        (point, tools): (BranchPoint, &ToolSet),
+        located: Located<'_>,
         request: &Arc<ReplyRequest>,
         client: &Weak<Client>,
         text: Option<TextSink>,
     ) -> Begun {
-        let digest = digest_of(request, &tools.digest);
+        let digest = digest_of(request, &located.tools.digest);
         if client.strong_count() == 0 {
             return Err(ReplyError::Ended("the client is gone".to_owned()));
         }
@@ -94,11 +95,11 @@ impl Conversation {
             *state.recognised.entry(Recognition::Returned).or_default() += 1;
             return Ok(pending.wait(client));
         }
-        if let Some(number) = point.reply(&state.tree) {
+        if let Some(number) = located.point.reply(&state.tree) {
             state.replies.mark_continued(number);
         }
         self.check_open(state)?;
-        let mut planned = self.plan(state, request, (point, tools))?;
+        let mut planned = self.plan(state, request, located)?;
         self.record(state, || ConversationRecord::Asked {
             number: planned.id.number,
             request: Arc::clone(request),
@@ -126,10 +127,9 @@ impl Conversation {
             return None;
         }
         let prompt = planned.sequence.buffer.prompt_for_turn();
-        let thinks = chat.opens_thinking(&prompt);
         let stops = Arc::clone(&request.stops);
-        let reply = (planned.id.number, prompt.len());
-        Some(Arc::new(LiveText::new(Arc::clone(chat), reply, thinks, stops, text)))
+        let number = planned.id.number;
+        Some(Arc::new(LiveText::new(Arc::clone(chat), number, &prompt, stops, text)))
     }
 
     /// Finds the branch point of a request and prepares its sequence.
@@ -137,7 +137,7 @@ impl Conversation {
         &self,
         state: &mut State,
         request: &ReplyRequest,
-        (point, tools): (BranchPoint, &ToolSet),
+        located: Located<'_>,
     ) -> Result<PlannedGeneration, ReplyError> {
         if request.prompt.is_empty() {
             return Err(ReplyError::Refused("the request has no history".to_owned()));
@@ -145,21 +145,22 @@ impl Conversation {
         if !request.prompt.tools().is_empty() && !self.context.chat.reads_tool_calls() {
             return Err(ReplyError::Refused(ChatErrorKind::UnknownToolFormat.to_string()));
         }
-        let prompt = self.prompt_at(&state.tree, point, &request.prompt, tools)?;
+        let Located { point, tools } = located;
+        let prompt = self.prompt_at(&state.tree, located, &request.prompt)?;
         let budget = self.budget(prompt.len(), request.max_tokens)?;
         if state.tree.is_ambiguous(&tools.digest, request.prompt.messages(), point) {
             *state.recognised.entry(Recognition::Ambiguous).or_default() += 1;
         }
         let known = point.segments(&state.tree);
-        let (branch, forked) =
-            self.branch_at(state, point, tools, (request.prompt.messages(), &prompt.new));
+        let messages = request.prompt.messages();
+        let (branch, forked) = self.branch_at(state, located, messages, &prompt.new);
         for cause in point.cause().into_iter().chain(forked) {
             *state.forks.entry(cause).or_default() += 1;
         }
         let Some(target) = state.tree.branches.get_mut(branch) else {
             return Err(ReplyError::Failed("the branch is gone".to_owned()));
         };
-        let new = request.prompt.messages().iter().skip(known).cloned();
+        let new = messages.iter().skip(known).cloned();
         target.segments.extend(new.map(Segment::Message));
         target.is_busy = true;
         let turn = target

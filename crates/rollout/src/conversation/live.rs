@@ -43,14 +43,15 @@ struct LiveTurn {
 }
 
 impl LiveText {
-    /// The text of reply `number` to a prompt of `prompt` tokens; `thinks` says whether it opens the thinking.
+    /// The text of reply `number` to a prompt.
     pub(super) fn new(
         chat: Arc<ChatModel>,
-        (number, prompt): (u32, usize),
-        thinks: bool,
+        number: u32,
+        prompt: &[TokenId],
         stops: Arc<[String]>,
         sink: TextSink,
     ) -> Self {
+        let thinks = chat.opens_thinking(prompt);
         let turn = LiveTurn {
             decoder: TextDecoder::default(),
             filter: StopFilter::new(stops),
@@ -58,7 +59,7 @@ impl LiveText {
         };
         let sinks = vec![sink];
         let state = LiveState { kept: turn.clone(), now: turn, sinks, failed: Vec::new() };
-        Self { chat, prompt, number, state: Mutex::new(Some(state)) }
+        Self { chat, prompt: prompt.len(), number, state: Mutex::new(Some(state)) }
     }
 
     /// Changes the text, if the reply is not complete.

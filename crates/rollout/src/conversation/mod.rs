@@ -34,6 +34,7 @@ use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, GroupId, Limit};
 pub(crate) use pending::SampledReply;
 use pending::{Client, PendingReplies};
+use prompt::Located;
 use request::digest_of_ids;
 pub(crate) use request::{ReplyError, ReplyRequest, RequestPrompt};
 use std::collections::{BTreeMap, HashMap};
@@ -41,7 +42,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use tokio::sync::watch;
 use tokio::task::JoinSet;
 use tool_set::{ToolSet, ToolSets};
-use tree::{BranchPoint, Tree};
+use tree::Tree;
 pub use tree::{ForkCause, Recognition};
 pub(crate) use tree::{HistoryMessage, call_id};
 pub(crate) use unanswered::Unanswered;
@@ -178,8 +179,8 @@ impl Conversation {
         offloaded(move || {
             let tools = this.tools_of(&request.prompt);
             let state = this.state();
-            let point = state.locate(&request.prompt, &tools);
-            let prompt = this.prompt_at(&state.tree, point, &request.prompt, &tools)?;
+            let located = state.locate(&request.prompt, &tools);
+            let prompt = this.prompt_at(&state.tree, located, &request.prompt)?;
             Ok(prompt.len())
         })
         .await
@@ -315,14 +316,15 @@ impl Conversation {
 
 impl State {
     /// Where a request belongs.
-    fn locate(&self, prompt: &RequestPrompt, tools: &ToolSet) -> BranchPoint {
-        match prompt {
+    fn locate<'a>(&self, prompt: &RequestPrompt, tools: &'a ToolSet) -> Located<'a> {
+        let point = match prompt {
             RequestPrompt::Messages { messages, .. } => self.tree.locate(&tools.digest, messages),
             RequestPrompt::Tokens(ids) => {
                 let was_answered = self.prompts.contains_key(&digest_of_ids(ids));
                 self.tree.locate_tokens(ids, was_answered)
             }
-        }
+        };
+        Located { point, tools }
     }
 }
 

@@ -15,6 +15,13 @@ use std::sync::Arc;
 /// Bytes of text that one token stands for at most, on the average of a whole prompt.
 const BYTES_PER_TOKEN: usize = 32;
 
+/// A request's branch point, and the tools that its prompt shows.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Located<'a> {
+    pub(super) point: BranchPoint,
+    pub(super) tools: &'a ToolSet,
+}
+
 /// The prompt of a request, at its branch point.
 pub(super) struct SplitPrompt {
     /// How many of its tokens the branch has.
@@ -35,10 +42,10 @@ impl Conversation {
     pub(super) fn prompt_at(
         &self,
         tree: &Tree<Sequence>,
-        point: BranchPoint,
+        located: Located<'_>,
         prompt: &RequestPrompt,
-        tools: &ToolSet,
     ) -> Result<SplitPrompt, ReplyError> {
+        let Located { point, tools } = located;
         let messages = match prompt {
             RequestPrompt::Messages { messages, .. } => messages,
             RequestPrompt::Tokens(ids) => return self.tokens_at(tree, point, ids),
@@ -119,9 +126,9 @@ impl Conversation {
     pub(super) fn branch_at(
         &self,
         state: &mut State,
-        point: BranchPoint,
-        tools: &ToolSet,
-        (messages, new_tokens): (&[Arc<HistoryMessage>], &[TokenId]),
+        Located { point, tools }: Located<'_>,
+        messages: &[Arc<HistoryMessage>],
+        new_tokens: &[TokenId],
     ) -> (usize, Option<ForkCause>) {
         let number = state.tree.branches.len();
         let (parent, is_tip) = match point {

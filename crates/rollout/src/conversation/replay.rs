@@ -99,12 +99,12 @@ impl Conversation {
     fn ask_again(&self, number: u32, request: &ReplyRequest) -> Result<Open, ReplayError> {
         let tools = self.tools_of(&request.prompt);
         let mut state = self.state();
-        let point = state.locate(&request.prompt, &tools);
-        if let Some(continued) = point.reply(&state.tree) {
+        let located = state.locate(&request.prompt, &tools);
+        if let Some(continued) = located.point.reply(&state.tree) {
             state.replies.mark_continued(continued);
         }
         let planned = self
-            .plan(&mut state, request, (point, &tools))
+            .plan(&mut state, request, located)
             .map_err(|error| ReplayError::Failed { number, error: error.to_string() })?;
         if planned.id.number != number {
             return Err(ReplayError::Number { number: planned.id.number, recorded: number });
