@@ -49,7 +49,8 @@ fn responses() -> Value {
                 "format": {"type": "grammar", "syntax": "lark", "definition": "j"}},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "ls"}]}],
         "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
-            {"type": "custom", "name": "patch"}, {"type": "function", "namespace": "n", "name": "ls"}]},
+            {"type": "function", "name": "ls"}, {"type": "custom", "name": "patch"},
+            {"type": "function", "namespace": "n", "name": "ls"}]},
         "reasoning": {"effort": "none"},
         "max_output_tokens": 7, "stream": true, "include": ["reasoning.encrypted_content"],
         "metadata": {"k": "v"}, "previous_response_id": "resp_1", "store": true, "temperature": 1, "top_p": 1,
@@ -287,26 +288,39 @@ fn every_honoured_field_changes_what_a_request_means() {
     }
 }
 
-/// What comes of a choice in a request with the tools `f` and `g`: the choice, the tools that are shown and the
-/// overridden fields, or the field that is refused.
-fn chosen<W: Wire>(mut body: Value, choice: Value) -> Result<(ToolChoice, String, String), String> {
+/// What comes of a choice.
+#[derive(Debug, PartialEq)]
+enum Chosen {
+    /// It, the tools that are shown, and the overridden fields.
+    Taken(ToolChoice, String, String),
+    /// The field that is refused.
+    Refused(String),
+}
+
+fn chosen<W: Wire>(mut body: Value, choice: Value) -> Chosen {
     body["tool_choice"] = choice;
     let parsed = W::parse(body.to_string().as_bytes(), Purpose::Sample);
-    let (request, _) = parsed.map_err(|problem| problem.field.unwrap_or_default())?;
+    let request = match parsed {
+        Ok((request, _)) => request,
+        Err(problem) => return Chosen::Refused(problem.field.unwrap_or_default()),
+    };
     let names: Vec<&str> = request.tools.iter().map(|tool| tool.name.as_str()).collect();
     let header = request.overridden.header().unwrap_or_default();
-    Ok((request.tool_choice, names.join(" "), header))
+    Chosen::Taken(request.tool_choice, names.join(" "), header)
+}
+
+fn took(choice: ToolChoice, shown: &str, listed: &str) -> Chosen {
+    Chosen::Taken(choice, shown.to_owned(), listed.to_owned())
+}
+
+fn refused(field: &str) -> Chosen {
+    Chosen::Refused(field.to_owned())
 }
 
 #[test]
-fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
+fn every_form_of_tool_choice_of_chat_is_treated_as_its_table_says() {
     use ToolChoice::{Auto, Named, None, Required};
-    let took =
-        |choice, shown: &str, listed: &str| Ok((choice, shown.to_owned(), listed.to_owned()));
-    let refused = |field: &str| Err(field.to_owned());
-    let named = || Named("f".to_owned());
     let user = json!([{"role": "user", "content": "a"}]);
-
     let chat = json!({"messages": user, "tools": [
         {"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]});
     let allowed = |mode: &str, names: &[&str]| {
@@ -324,7 +338,7 @@ fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
         (json!(["auto"]), refused("tool_choice")),
         (
             json!({"type": "function", "function": {"name": "f"}}),
-            took(named(), "f g", "tool_choice.function.name, tool_choice.type"),
+            took(Named("f".to_owned()), "f g", "tool_choice.function.name, tool_choice.type"),
         ),
         (json!({"type": "function", "function": {"name": "h"}}), refused("tool_choice")),
         (json!({"function": {"name": "f"}}), refused("tool_choice")),
@@ -338,7 +352,11 @@ fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
     ] {
         assert_eq!(chosen::<Chat>(chat.clone(), choice.clone()), expected, "Chat: {choice}");
     }
+}
 
+#[test]
+fn every_form_of_tool_choice_of_responses_is_treated_as_its_table_says() {
+    use ToolChoice::{Auto, Named, None, Required};
     let responses = json!({"input": "a", "tools": [
         {"type": "function", "name": "f"}, {"type": "custom", "name": "g"},
         {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]});
@@ -352,7 +370,7 @@ fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
         (json!("any"), refused("tool_choice")),
         (
             json!({"type": "function", "name": "f"}),
-            took(named(), "f g n__f", "tool_choice.name, tool_choice.type"),
+            took(Named("f".to_owned()), "f g n__f", "tool_choice.name, tool_choice.type"),
         ),
         (
             json!({"type": "custom", "name": "g"}),
@@ -385,7 +403,12 @@ fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
         let found = chosen::<Responses>(responses.clone(), choice.clone());
         assert_eq!(found, expected, "Responses: {choice}");
     }
+}
 
+#[test]
+fn every_form_of_tool_choice_of_messages_is_treated_as_its_table_says() {
+    use ToolChoice::{Auto, Named, None, Required};
+    let user = json!([{"role": "user", "content": "a"}]);
     let messages = json!({"messages": user, "max_tokens": 9, "tools": [
         {"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]});
     for (choice, expected) in [
@@ -395,7 +418,7 @@ fn every_form_of_tool_choice_is_treated_as_the_tables_say() {
         (json!({"type": "any"}), took(Required, "f g", "tool_choice.type")),
         (
             json!({"type": "tool", "name": "f"}),
-            took(named(), "f g", "tool_choice.name, tool_choice.type"),
+            took(Named("f".to_owned()), "f g", "tool_choice.name, tool_choice.type"),
         ),
         (json!({"type": "tool", "name": "h"}), refused("tool_choice")),
         (json!({"type": "tool"}), refused("tool_choice.name")),

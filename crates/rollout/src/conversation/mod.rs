@@ -34,7 +34,7 @@ use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, GroupId, Limit, TokenId};
 pub(crate) use pending::SampledReply;
-use pending::{AnswerOnDrop, Client, PendingReplies, PendingReply};
+use pending::{AnswerOnDrop, Asking, Begun, Client, PendingReplies, PendingReply};
 use replay::record_of;
 use request::digest_of_ids;
 pub(crate) use request::{ReplyError, ReplyRequest, RequestPrompt};
@@ -43,7 +43,7 @@ use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
 use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
-use tokio::time::Instant;
+use tokio::time::{Instant, sleep};
 use tool_set::{ToolSet, ToolSets};
 use tree::{BranchPoint, IN_TOKENS, Reply, Segment, Tree};
 pub use tree::{ForkCause, Recognition};
@@ -140,6 +140,11 @@ const TOKENS_HERE: usize = 4096;
 const RECORD_BYTES_HERE: usize = 256 << 10;
 
 /// Runs work on an agent's bytes away from the event loop.
+/// How long a request waits for the end of the connection of an earlier one with the same content to be noticed,
+/// and the pause between two looks. Several samples that a client asks for at the same time begin that much later.
+const SETTLING_TIME: Duration = Duration::from_millis(50);
+const SETTLING_PAUSE: Duration = Duration::from_millis(2);
+
 async fn offloaded<T: Send + 'static>(
     work: impl FnOnce() -> Result<T, ReplyError> + Send + 'static,
 ) -> Result<T, ReplyError> {
@@ -242,20 +247,43 @@ impl Conversation {
         request: &Arc<ReplyRequest>,
         text: Option<TextSink>,
     ) -> Result<Arc<SampledReply>, ReplyError> {
-        let (this, request) = (Arc::clone(self), Arc::clone(request));
         // Dropped with this future, at any time.
         let client = Arc::new(Client);
-        let asking = Arc::downgrade(&client);
-        let begun = match self.begin_here(&request, &asking, text) {
-            Ok(begun) => begun,
-            Err(text) => offloaded(move || Ok(this.begin(&request, &asking, text))).await?,
+        let mut asking = Asking { client: Arc::downgrade(&client), text, is_settled: false };
+        let waiting = loop {
+            let begun = match self.begin_here(request, asking) {
+                Ok(begun) => begun?,
+                Err(asking) => {
+                    let (this, request) = (Arc::clone(self), Arc::clone(request));
+                    offloaded(move || this.begin(&request, asking)).await?
+                }
+            };
+            match begun {
+                Begun::Waiting(waiting) => break waiting,
+                Begun::Unsettled { content, asking: again } => {
+                    self.settle(content).await;
+                    asking = again;
+                }
+            }
         };
-        let answer = begun?.await;
+        let answer = waiting.await;
         drop(client);
         if answer.is_ok() {
             self.note(None);
         }
         answer
+    }
+
+    /// Waits until the replies to requests with this content are known to be owed or not, or for
+    /// [`SETTLING_TIME`].
+    async fn settle(&self, content: [u8; 32]) {
+        let end = Instant::now() + SETTLING_TIME;
+        let is_settled = |replies: &PendingReplies| {
+            replies.find(content, false).is_some() || !replies.may_be_owed(content)
+        };
+        while Instant::now() < end && !is_settled(&self.state().replies) {
+            sleep(SETTLING_PAUSE).await;
+        }
     }
 
     /// Notes how the last request was answered: with a reply, or with this error.
