@@ -38,7 +38,11 @@ class Unreachable(OrchestrateError):
 
 
 class LeaseOver(OrchestrateError):
-    """The episode is no longer this worker's, so its result does not count."""
+    """The episode is no longer this worker's, so a result that is returned now does not count.
+
+    One that was returned before counts; without one, the run repeats the episode. Stop working on it
+    and take another one.
+    """
 
 
 class RunOver(OrchestrateError):

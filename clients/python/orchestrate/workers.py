@@ -27,6 +27,12 @@ from .wire import LeaseOver, OrchestrateError, RunOver
 
 logger = logging.getLogger("orchestrate")
 
+#: Why an episode ends whose environment was told that it is no longer this worker's.
+NOT_SERVED = (
+    "the gateway no longer serves this episode, and the run repeats it unless it has a result; "
+    "this worker takes another one"
+)
+
 #: Seconds for which workers may give back their episodes after an interrupt.
 STOP_S = 10.0
 
@@ -149,7 +155,7 @@ class _Pool:
                     elif self.stop.is_set():
                         episode.abandon()
                     else:
-                        raise LeaseOver(episode.lost or "the gateway no longer serves this episode")
+                        raise LeaseOver(episode.lost or NOT_SERVED)
             with self.lock:
                 self.returned += 1
         except LeaseOver as error:

@@ -21,9 +21,10 @@ use async_trait::async_trait;
 use camino::Utf8Path;
 pub use options::{ChatServerOptions, TokenLimitField};
 use orchestrate_types::{ModelShape, PolicyVersion};
-use reply::read;
+use reply::{model_of, read};
 use serde::{Serialize, Serializer};
 use serde_json::Value;
+use std::sync::OnceLock;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use tokio::sync::Semaphore;
 
@@ -45,6 +46,8 @@ pub struct ChatClient {
     shape: ModelShape,
     /// Maximum sequence length in tokens, as reported or set; `usize::MAX` if unknown.
     context: AtomicUsize,
+    /// The first other name that a reply has had.
+    answered_as: OnceLock<String>,
     permits: Semaphore,
     options: ChatServerOptions,
 }
@@ -136,9 +139,18 @@ impl ChatClient {
             model,
             shape: unknown_shape(),
             context: AtomicUsize::new(options.chat.context.unwrap_or(usize::MAX)),
+            answered_as: OnceLock::new(),
             permits: Semaphore::new(options.max_in_flight.clamp(1, Semaphore::MAX_PERMITS)),
             options: options.chat,
         })
+    }
+
+    /// Notes the model that a reply is of, if it is the first with another name than was asked for. Many servers
+    /// answer an alias with the name of the model behind it.
+    fn note_model(&self, reply: &[u8]) -> Option<&str> {
+        let other = model_of(reply).filter(|name| *name != self.model)?;
+        self.answered_as.set(other).ok()?;
+        self.answered_as.get().map(String::as_str)
     }
 
     /// The body of a request to a server with these options.
@@ -218,7 +230,18 @@ impl ChatClient {
             let body = self.body(&wanted, &self.options)?;
             let post = self.server.sampling_request(COMPLETIONS, body, &request.session);
             match send(post, request.deadline, REPLY_LIMIT).await {
-                Ok(body) => break read(&body, prompt.messages.len())?,
+                Ok(body) => {
+                    if let Some(other) = self.note_model(&body) {
+                        tracing::warn!(
+                            url = self.server.base(),
+                            asked = self.model,
+                            answered = truncated(other),
+                            "replies of the chat server name another model than was asked for; unless that is the \
+                             same model, correct engine.served_model"
+                        );
+                    }
+                    break read(&body, prompt.messages.len())?;
+                }
                 Err(error) => {
                     let message = self.too_long(error, prompt, max_tokens)?;
                     if max_tokens == 1 {

@@ -199,16 +199,81 @@ pub(crate) fn tool(
     Ok(Tool { name, description, parameters })
 }
 
-/// Checks that a forced tool exists.
-pub(crate) fn known(choice: ToolChoice, tools: &[Tool]) -> Result<ToolChoice, Problem> {
-    match &choice {
-        ToolChoice::Named(name) if !tools.iter().any(|tool| tool.name == *name) => {
-            Err(Problem::field("tool_choice", format!("there is no tool `{name}`")))
+/// What a request says about calls.
+#[derive(Debug, Default)]
+pub(crate) struct Choice {
+    choice: ToolChoice,
+    /// Names of the tools that the reply may call; `None` means all of the request's.
+    allowed: Option<Vec<String>>,
+}
+
+/// Whether a reply that may call some of the request's tools must call one.
+#[derive(Debug, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub(crate) enum AllowedMode {
+    Auto,
+    Required,
+}
+
+impl From<ToolChoice> for Choice {
+    fn from(choice: ToolChoice) -> Self {
+        Self { choice, allowed: None }
+    }
+}
+
+impl Choice {
+    /// Reads `tool_choice` of OpenAI's dialects: a word, or an object of the dialect's own form.
+    pub(crate) fn read<T: DeserializeOwned + Into<Self>>(
+        choice: Option<&Value>,
+    ) -> Result<Self, Problem> {
+        let at = "tool_choice";
+        match choice {
+            None | Some(Value::Null) => Ok(Self::default()),
+            Some(Value::String(word)) => match word.as_str() {
+                "auto" => Ok(ToolChoice::Auto.into()),
+                "none" => Ok(ToolChoice::None.into()),
+                "required" => Ok(ToolChoice::Required.into()),
+                _ => Err(Problem::field(at, "must be `auto`, `none`, `required` or an object")),
+            },
+            Some(choice @ Value::Object(_)) => {
+                let object = T::deserialize(choice).map_err(|error| Problem::field(at, error))?;
+                Ok(object.into())
+            }
+            Some(_) => Err(Problem::field(at, "must be a string or an object")),
         }
-        ToolChoice::Required if tools.is_empty() => {
-            Err(Problem::field("tool_choice", "the request has no tools"))
+    }
+
+    /// The choice among some of the request's tools.
+    pub(crate) fn among(mode: &AllowedMode, allowed: Vec<String>) -> Self {
+        let choice = match mode {
+            AllowedMode::Auto => ToolChoice::Auto,
+            AllowedMode::Required => ToolChoice::Required,
+        };
+        Self { choice, allowed: Some(allowed) }
+    }
+
+    /// Checks that the request has the tools that are named, and hides those that the reply may not call.
+    pub(crate) fn apply(self, tools: &mut Vec<Tool>) -> Result<ToolChoice, Problem> {
+        let problem = |why: &str| Err(Problem::field("tool_choice", why));
+        let Self { choice, allowed } = self;
+        if allowed.as_ref().is_some_and(Vec::is_empty) {
+            return problem("allows no tool that the model knows; send `none`");
         }
-        _ => Ok(choice),
+        let named = match &choice {
+            ToolChoice::Named(name) => Some(name),
+            ToolChoice::Auto | ToolChoice::None | ToolChoice::Required => None,
+        };
+        let is_unknown = |name: &&String| tools.iter().all(|tool| tool.name != **name);
+        if let Some(name) = named.into_iter().chain(allowed.iter().flatten()).find(is_unknown) {
+            return problem(&format!("there is no tool `{name}`"));
+        }
+        if let Some(allowed) = allowed {
+            tools.retain(|tool| allowed.contains(&tool.name));
+        }
+        if choice == ToolChoice::Required && tools.is_empty() {
+            return problem("the request has no tools");
+        }
+        Ok(choice)
     }
 }
 

@@ -50,13 +50,13 @@
 //!
 //! * Chat: `max_completion_tokens` comes before `max_tokens`, and there are up to 128 replies (`n`). `logprobs`
 //!   are of every sampled token, thinking and markers included; `top_logprobs` lists the sampled token alone.
-//! * Thinking: `enable_thinking`, then `chat_template_kwargs`, `thinking.type` and `reasoning_effort`;
-//!   `reasoning.effort` of Responses; `thinking.type` of Messages.
-//! * `tool_choice`: `none` hides the tools. `required` or a name is not enforced.
+//! * Thinking: `enable_thinking`, `chat_template_kwargs`, `thinking.type` and `reasoning_effort` of Chat, which
+//!   must agree; `reasoning.effort` of Responses; `thinking.type` of Messages.
+//! * `tool_choice`: `none` hides the tools, and `allowed_tools` all others. `required` or a name is not enforced.
 //! * Images, audio and files are refused. Tools of the vendor's servers are left out and listed as
 //!   `tools[].type`, and refused in Chat. Tools of all other types are refused, those that the vendor defines
-//!   and the client runs among them: `local_shell`, `shell`, `apply_patch`; `bash_…`, `text_editor_…`,
-//!   `computer_…`, `memory_…`, `browser_…`. Tools with `defer_loading` are left out.
+//!   and the client runs among them: `local_shell`, `shell`, `apply_patch`, `computer`; `bash_…`, `text_editor_…`,
+//!   `computer_…`, `memory_…`. Tools with `defer_loading` are left out.
 //! * Responses: a tool with free text (`custom`) is a function with one string, `input`, whose description has
 //!   the grammar; one of a `namespace` is `NAMESPACE__NAME` for the model.
 //!

@@ -8,10 +8,8 @@
 //! The invariant: both ways give the same result. They are compared on a probe text when a
 //! tokenizer is loaded.
 
-mod ids;
-
 use aho_corasick::{AhoCorasick, MatchKind};
-use orchestrate_types::TokenId;
+use orchestrate_types::{TokenId, check_token_ids};
 use regex_automata::meta::Regex;
 use regex_automata::{Anchored, Input};
 use std::collections::HashMap;
@@ -61,10 +59,10 @@ impl Codec {
     /// there: they are not part of the model.
     ///
     /// # Errors
-    /// If the file is malformed, or gives a token or an id twice ([`ids::check`]).
+    /// If the file is malformed, or gives a token or an id twice ([`check_token_ids`]).
     pub(crate) fn read(file: &[u8]) -> tokenizers::Result<Tokenizer> {
         let mut tokenizer = Tokenizer::from_bytes(file)?;
-        ids::check(file, &tokenizer)?;
+        check_token_ids(file, |token| tokenizer.token_to_id(token))?;
         tokenizer.with_truncation(None)?;
         tokenizer.with_padding(None);
         Ok(tokenizer)

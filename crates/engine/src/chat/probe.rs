@@ -6,6 +6,7 @@ use crate::error::EngineErrorKind;
 use crate::http::send;
 use crate::message::{AssistantMessage, ChatMessage};
 use crate::probe::{BusyCalls, is_unreachable};
+use crate::reply::truncated;
 use crate::request::Sampling;
 
 /// The result of every call: none is performed.
@@ -48,7 +49,14 @@ impl ChatClient {
                 messages.push(message("user", OBSERVATION));
             }
         }
-        Ok((facts, Vec::new()))
+        let other = self.answered_as.get().map(|other| {
+            let (asked, other) = (truncated(&self.model), truncated(other));
+            facts.push(("replies name", other.clone()));
+            let problem = format!("a request for `{asked}` is answered by `{other}`");
+            let remedy = "make sure that it is the same model, or correct engine.served_model";
+            CapabilityFinding::warning("model", problem, remedy)
+        });
+        Ok((facts, other.into_iter().collect()))
     }
 
     /// Samples one turn with the settings of the run, also from a busy server.
@@ -82,6 +90,7 @@ impl ChatClient {
         let wanted = Wanted { messages, tools: &prompt.tools, sampling: &sampling, max_tokens };
         let post = self.server.sampling_request(COMPLETIONS, self.body(&wanted, options)?, "probe");
         let body = send(post, options.deadline, REPLY_LIMIT).await?;
+        self.note_model(&body);
         read(&body, messages.len()).map(|(_, message, _)| message)
     }
 

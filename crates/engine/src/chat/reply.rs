@@ -71,6 +71,16 @@ pub(crate) struct TokenUsage {
     pub(crate) cached: usize,
 }
 
+/// The model that a reply is of, if the server names one.
+pub(crate) fn model_of(body: &[u8]) -> Option<String> {
+    #[derive(Deserialize)]
+    struct Named {
+        model: String,
+    }
+    let named: Named = serde_json::from_slice(&mended_json(body)).ok()?;
+    (!named.model.is_empty()).then_some(named.model)
+}
+
 /// Parses and checks a reply to a prompt of `messages` messages. Returns why it ended, the message, and how
 /// many tokens the prompt has.
 pub(crate) fn read(

@@ -281,6 +281,38 @@ async fn a_busy_chat_server_is_probed_again() {
     assert_eq!(report.findings, []);
 }
 
+#[tokio::test]
+async fn replies_that_name_another_model_are_a_warning() {
+    for (name, found) in [
+        (json!("org/coder"), None),
+        (json!(""), None),
+        (json!(null), None),
+        (json!("org/other"), Some("org/other")),
+    ] {
+        let mut tasks = JoinSet::new();
+        let (client, _seen) = client(&mut tasks, None, move |_| {
+            let choice = json!({"index": 0, "message": {"content": "ok"}, "finish_reason": "stop"});
+            Reply::Now(200, json!({"model": name, "choices": [choice]}).to_string())
+        })
+        .await;
+        let report = client.probe().await.unwrap();
+        let warnings: Vec<String> = report.warnings().map(ToString::to_string).collect();
+        let named = report.facts.iter().find(|(fact, _)| *fact == "replies name");
+        assert_eq!(named.map(|(_, name)| name.as_str()), found);
+        match found {
+            None => assert!(report.findings.is_empty(), "{warnings:?}"),
+            Some(other) => {
+                let [warning] = warnings.as_slice() else { panic!("{warnings:?}") };
+                let names = warning.contains("`org/coder`") && warning.contains(other);
+                assert!(names && warning.contains("engine.served_model"), "{warning}");
+            }
+        }
+        assert_eq!(report.refusals().count(), 0);
+        // It is the model's reply, whatever the server calls it.
+        assert_eq!(complete(&client, chat_request()).await.unwrap().message.content, "ok");
+    }
+}
+
 /// Whether a server refuses a body.
 type Refuses = fn(&Value) -> bool;
 

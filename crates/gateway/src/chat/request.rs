@@ -1,7 +1,9 @@
 //! Requests.
 
 use super::{Chat, Logprobs};
-use crate::content::{self, Part, TextOr, known, limit, stop_strings, text_given, text_of};
+use crate::content::{
+    self, AllowedMode, Choice, Part, TextOr, limit, stop_strings, text_given, text_of,
+};
 use crate::dialect::Dialect;
 use crate::fields::{self, CHAT};
 use crate::message::{Message, Role, ToolCall, answered};
@@ -91,14 +93,39 @@ struct FunctionDeclaration {
     parameters: Option<Value>,
 }
 
+/// An object in `tool_choice`.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+enum ChoiceParam {
+    Function { function: NameParam },
+    AllowedTools { allowed_tools: AllowedParam },
+}
+
+#[derive(Debug, Deserialize)]
+struct AllowedParam {
+    mode: AllowedMode,
+    tools: Vec<AllowedTool>,
+}
+
+#[derive(Debug, Deserialize)]
+struct AllowedTool {
+    function: NameParam,
+}
+
+#[derive(Debug, Deserialize)]
+struct NameParam {
+    name: String,
+}
+
 /// Parses a body.
 pub(super) fn parse(bytes: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
     let body: Body = content::parse(bytes)?;
     let overridden = fields::check(bytes, &CHAT)?;
     let form = form(&body)?;
-    let thinking = thinking(&body);
-    let tools = tools(body.tools.unwrap_or_default())?;
-    let tool_choice = known(choice(body.tool_choice.as_ref())?, &tools)?;
+    let thinking = thinking(&body)?;
+    let mut tools = tools(body.tools.unwrap_or_default())?;
+    let choice = Choice::read::<ChoiceParam>(body.tool_choice.as_ref())?;
+    let tool_choice = choice.apply(&mut tools)?;
     if body.messages.is_empty() {
         return Err(Problem::field("messages", "must not be empty"));
     }
@@ -145,13 +172,31 @@ fn form(body: &Body) -> Result<Chat, Problem> {
     })
 }
 
-fn thinking(body: &Body) -> Option<bool> {
+/// What the fields that switch thinking say, which must be the same.
+fn thinking(body: &Body) -> Result<Option<bool>, Problem> {
     let options = body.chat_template_kwargs.as_ref();
-    let of_template = options.and_then(|options| options.enable_thinking.or(options.thinking));
     let kind = body.thinking.as_ref().and_then(|thinking| thinking.kind.as_deref());
-    let of_kind = kind.map(|kind| kind != "disabled");
-    let of_effort = body.reasoning_effort.as_deref().map(|effort| effort != "none");
-    body.enable_thinking.or(of_template).or(of_kind).or(of_effort)
+    let flag = |flag: Option<bool>| flag.map(|thinks| (thinks.to_string(), thinks));
+    let word = |word: Option<&str>, off| word.map(|word| (format!("\"{word}\""), word != off));
+    let switches = [
+        ("enable_thinking", flag(body.enable_thinking)),
+        (
+            "chat_template_kwargs.enable_thinking",
+            flag(options.and_then(|options| options.enable_thinking)),
+        ),
+        ("chat_template_kwargs.thinking", flag(options.and_then(|options| options.thinking))),
+        ("thinking.type", word(kind, "disabled")),
+        ("reasoning_effort", word(body.reasoning_effort.as_deref(), "none")),
+    ];
+    let mut given = switches.iter().filter_map(|(field, given)| Some((field, given.as_ref()?)));
+    let Some((first, (value, thinks))) = given.next() else { return Ok(None) };
+    match given.find(|(_, (_, other))| other != thinks) {
+        None => Ok(Some(*thinks)),
+        Some((field, (other, _))) => {
+            let problem = format!("{other} contradicts `{first}`: {value}; send one of the two");
+            Err(Problem::field(*field, problem))
+        }
+    }
 }
 
 fn tools(tools: Vec<ToolDeclaration>) -> Result<Vec<Tool>, Problem> {
@@ -174,17 +219,14 @@ fn tools(tools: Vec<ToolDeclaration>) -> Result<Vec<Tool>, Problem> {
     tools.into_iter().enumerate().map(convert).collect()
 }
 
-fn choice(choice: Option<&Value>) -> Result<ToolChoice, Problem> {
-    let named = |choice: &Value| choice.pointer("/function/name")?.as_str().map(str::to_owned);
-    match choice {
-        None | Some(Value::Null) => Ok(ToolChoice::Auto),
-        Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
-        Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
-        Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
-        Some(choice) => named(choice).map(ToolChoice::Named).ok_or_else(|| {
-            let expected = "must be `auto`, `none`, `required` or name a function";
-            Problem::field("tool_choice", expected)
-        }),
+impl From<ChoiceParam> for Choice {
+    fn from(choice: ChoiceParam) -> Self {
+        match choice {
+            ChoiceParam::Function { function } => ToolChoice::Named(function.name).into(),
+            ChoiceParam::AllowedTools { allowed_tools: AllowedParam { mode, tools } } => {
+                Self::among(&mode, tools.into_iter().map(|tool| tool.function.name).collect())
+            }
+        }
     }
 }
 
@@ -344,6 +386,79 @@ mod tests {
             let problem = request(&json!({"messages": [message]})).unwrap_err();
             assert_eq!(problem.field.as_deref(), Some(field), "{}", problem.message);
             assert!(problem.message.contains(field), "{}", problem.message);
+        }
+    }
+
+    #[test]
+    fn fields_that_switch_thinking_must_agree() {
+        let thinking = |fields: &Value| {
+            let mut body = json!({"messages": [{"role": "user", "content": "a"}]});
+            body.as_object_mut().unwrap().extend(fields.as_object().unwrap().clone());
+            request(&body).map(|(request, _)| request.thinking)
+        };
+        // Each way to say it, with the value as an error repeats it.
+        let ways = |thinks: bool| {
+            let (kind, effort) = if thinks { ("enabled", "low") } else { ("disabled", "none") };
+            [
+                ("enable_thinking", json!({"enable_thinking": thinks}), thinks.to_string()),
+                (
+                    "chat_template_kwargs.enable_thinking",
+                    json!({"chat_template_kwargs": {"enable_thinking": thinks}}),
+                    thinks.to_string(),
+                ),
+                (
+                    "chat_template_kwargs.thinking",
+                    json!({"chat_template_kwargs": {"thinking": thinks}}),
+                    thinks.to_string(),
+                ),
+                ("thinking.type", json!({"thinking": {"type": kind}}), format!("\"{kind}\"")),
+                ("reasoning_effort", json!({"reasoning_effort": effort}), format!("\"{effort}\"")),
+            ]
+        };
+        let both = |one: &Value, other: &Value| {
+            let mut fields = one.clone();
+            for (field, value) in other.as_object().unwrap() {
+                match (fields[field].as_object_mut(), value) {
+                    (Some(inner), Value::Object(value)) => inner.extend(value.clone()),
+                    _ => fields[field] = value.clone(),
+                }
+            }
+            fields
+        };
+        for (index, (on, asks, on_value)) in ways(true).into_iter().enumerate() {
+            assert_eq!(thinking(&asks).unwrap(), Some(true), "{asks}");
+            for (other, (off, declines, off_value)) in ways(false).into_iter().enumerate() {
+                let fields = both(&asks, &declines);
+                if index == other {
+                    assert_eq!(thinking(&declines).unwrap(), Some(false), "{declines}");
+                    continue;
+                }
+                let message = thinking(&fields).unwrap_err().message;
+                for part in [on, off, &on_value, &off_value] {
+                    assert!(message.contains(part), "{fields}: {message}");
+                }
+            }
+            for (_, agrees, _) in ways(true) {
+                let fields = both(&asks, &agrees);
+                assert_eq!(thinking(&fields).unwrap(), Some(true), "{fields}");
+            }
+        }
+        assert_eq!(thinking(&json!({})).unwrap(), None);
+        for (fields, field, words) in [
+            (
+                json!({"reasoning_effort": "off"}),
+                "reasoning_effort",
+                "must be `none`, `minimal`, `low`, `medium`, `high`, `xhigh` or `max`",
+            ),
+            (
+                json!({"thinking": {"type": "off"}}),
+                "thinking.type",
+                "must be `enabled`, `adaptive` or `disabled`",
+            ),
+        ] {
+            let problem = thinking(&fields).unwrap_err();
+            assert_eq!(problem.field.as_deref(), Some(field));
+            assert!(problem.message.contains(words), "{}", problem.message);
         }
     }
 

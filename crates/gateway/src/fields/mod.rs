@@ -41,10 +41,12 @@ pub(crate) enum Treatment {
     InEvaluations(&'static str),
     /// These values are honoured; others are overridden: why.
     Partly(&'static [&'static str], &'static str),
+    /// One of several words. The first are honoured, and the second overridden: why; others are refused.
+    Words(&'static [&'static str], &'static [&'static str], &'static str),
     /// A value other than null, false, zero and empty ones is refused: why.
     Refused(&'static str),
     /// Types of tools. The first are honoured; the second are accepted, and the tool is left out; others are
-    /// refused: why. A type that ends in `…` stands for all that begin so.
+    /// refused: why. `…` at the end of a type stands for any date.
     Types(&'static [&'static str], &'static [&'static str], &'static str),
     /// Values other than these are refused: why.
     Only(&'static [&'static str], &'static str),
@@ -175,10 +177,21 @@ impl Found {
             Treatment::Partly(values, _) | Treatment::Only(values, _) if is_one_of(values) => {
                 return;
             }
-            Treatment::Only(..) | Treatment::Types(..) if value.is_null() => return,
-            Treatment::Types(own, _, _) if is_type(own, value) => return,
-            Treatment::Types(_, left_out, _) if is_type(left_out, value) => {
+            Treatment::Only(..) | Treatment::Types(..) | Treatment::Words(..)
+                if value.is_null() =>
+            {
+                return;
+            }
+            Treatment::Types(own, ..) | Treatment::Words(own, ..) if is_word(own, value) => return,
+            Treatment::Types(_, others, _) | Treatment::Words(_, others, _)
+                if is_word(others, value) =>
+            {
                 self.overridden.add(&self.path);
+                return;
+            }
+            Treatment::Words(own, others, _) => {
+                let problem = || Problem::field(&self.place, one_of(&[own, others].concat()));
+                self.refused.get_or_insert_with(problem);
                 return;
             }
             Treatment::TextFormat(_) if !structured(value) => return,
@@ -202,13 +215,26 @@ impl Found {
     }
 }
 
-/// Whether a value is one of these types of tools.
-fn is_type(types: &[&str], value: &Value) -> bool {
-    let is = |kind: &str, known: &str| match known.strip_suffix('…') {
-        Some(beginning) => kind.starts_with(beginning),
-        None => kind == known,
+/// Whether a value is one of these words, of which those that end in `…` stand for any date.
+fn is_word(words: &[&str], value: &Value) -> bool {
+    let is_date = |text: &str| {
+        !text.is_empty() && text.bytes().all(|byte| byte.is_ascii_digit() || byte == b'_')
     };
-    value.as_str().is_some_and(|kind| types.iter().any(|known| is(kind, known)))
+    let is = |word: &str, known: &str| match known.strip_suffix('…') {
+        Some(beginning) => word.strip_prefix(beginning).is_some_and(is_date),
+        None => word == known,
+    };
+    value.as_str().is_some_and(|word| words.iter().any(|known| is(word, known)))
+}
+
+/// What a field with one of these words must be.
+fn one_of(words: &[&str]) -> String {
+    let quoted: Vec<String> = words.iter().map(|word| format!("`{word}`")).collect();
+    match quoted.split_last() {
+        Some((last, [])) => format!("must be {last}"),
+        Some((last, others)) => format!("must be {} or {last}", others.join(", ")),
+        None => "must not be set".to_owned(),
+    }
 }
 
 /// Whether a value is as good as none: null or empty.

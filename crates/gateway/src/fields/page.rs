@@ -51,6 +51,13 @@ fn section(page: &mut String, table: &Table) {
             Treatment::Partly(known, why) => {
                 (format!("{} honoured, others overridden", values(known)), *why)
             }
+            Treatment::Words(own, [], why) => {
+                (format!("{} honoured, others refused", values(own)), *why)
+            }
+            Treatment::Words(own, overridden, why) => {
+                let (own, overridden) = (values(own), values(overridden));
+                (format!("{own} honoured; {overridden} overridden; others refused"), *why)
+            }
             Treatment::Types(own, left_out, why) => {
                 let (own, left_out) = (values(own), values(left_out));
                 (format!("{own} honoured; {left_out} overridden: left out; others refused"), *why)

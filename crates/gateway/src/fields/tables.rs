@@ -2,6 +2,7 @@
 
 use super::Treatment::{
     Honoured, HonouredAs, InEvaluations, Only, Overridden, Partly, Refused, TextFormat, Types,
+    Words,
 };
 use super::{Field, Table};
 
@@ -24,6 +25,11 @@ const RENDERS: &str = "the model's own chat template renders every prompt";
 const PARALLEL: &str = "the number of calls is not enforced";
 const MARK: &str = "chat templates do not show it";
 const DEGREE: &str = "thinking is on or off; there are no degrees";
+/// The words of the vendors that ask for thinking.
+const DEGREES: &[&str] = &["minimal", "low", "medium", "high", "xhigh", "max"];
+const THINKING: &[&str] = &["enabled", "adaptive", "disabled"];
+const AGREE: &str = "all fields of a request that switch thinking must agree";
+const ALLOWED: &str = "the model is shown no other tools; it must not be empty";
 const CONTENT: &str =
     "a message of the user or a system message must have one; replies and results may be empty";
 const INPUT: &str = "it must not be empty";
@@ -69,7 +75,13 @@ pub(crate) const CHAT: Table = table! { "Chat Completions":
     "tools[].function.parameters" => Honoured,
     "tools[].function.strict" => Partly(&["false"], TYPED),
     "tools[].cache_control" => Overridden(NO_CACHE),
-    "tool_choice" => Partly(&["auto", "none"], CHOICE),
+    "tool_choice" => Words(&["auto", "none"], &["required"], CHOICE),
+    "tool_choice.type" => Words(&["allowed_tools"], &["function"], CHOICE),
+    "tool_choice.function.name" => Overridden(CHOICE),
+    "tool_choice.allowed_tools.mode" => Words(&["auto"], &["required"], CHOICE),
+    "tool_choice.allowed_tools.tools" => HonouredAs(ALLOWED),
+    "tool_choice.allowed_tools.tools[].type" => Only(&["function"], "the request has only functions"),
+    "tool_choice.allowed_tools.tools[].function.name" => Honoured,
     "parallel_tool_calls" => Partly(&["true"], PARALLEL),
     "functions" => Refused("use `tools`"),
     "function_call" => Refused("use `tool_choice`"),
@@ -84,11 +96,11 @@ pub(crate) const CHAT: Table = table! { "Chat Completions":
     "stream_options.continuous_usage_stats" => Partly(&["false"], "usage is complete at the end of a stream"),
     "logprobs" => Honoured,
     "top_logprobs" => Honoured,
-    "reasoning_effort" => Partly(&["none"], DEGREE),
-    "enable_thinking" => Honoured,
-    "thinking.type" => Honoured,
-    "chat_template_kwargs.enable_thinking" => Honoured,
-    "chat_template_kwargs.thinking" => Honoured,
+    "reasoning_effort" => Words(&["none"], DEGREES, DEGREE),
+    "enable_thinking" => HonouredAs(AGREE),
+    "thinking.type" => Words(THINKING, &[], AGREE),
+    "chat_template_kwargs.enable_thinking" => HonouredAs(AGREE),
+    "chat_template_kwargs.thinking" => HonouredAs(AGREE),
     "chat_template_kwargs" => Refused(SWITCH),
     "temperature" => InEvaluations(RUN),
     "top_p" => InEvaluations(RUN),
@@ -132,6 +144,20 @@ pub(crate) const CHAT: Table = table! { "Chat Completions":
     "service_tier" => Overridden(NO_EFFECT),
 };
 
+/// Types of tools of Responses that the vendor's servers run.
+const SERVER_TOOLS: &[&str] = &[
+    "web_search",
+    "web_search_…",
+    "web_search_preview",
+    "web_search_preview_…",
+    "file_search",
+    "code_interpreter",
+    "programmatic_tool_calling",
+    "image_generation",
+    "mcp",
+    "tool_search",
+];
+
 /// OpenAI Responses.
 pub(crate) const RESPONSES: Table = table! { "Responses":
     "model" => Overridden(ONE_MODEL),
@@ -159,10 +185,7 @@ pub(crate) const RESPONSES: Table = table! { "Responses":
     "tools" => Honoured,
     "tools[].type" => Types(
         &["function", "custom", "namespace"],
-        &[
-            "web_search", "web_search_…", "file_search", "computer_use_preview", "computer",
-            "code_interpreter", "image_generation", "mcp", "tool_search",
-        ],
+        SERVER_TOOLS,
         "the model does not know it; declare a tool of type `function`",
     ),
     "tools[].name" => Honoured,
@@ -171,14 +194,22 @@ pub(crate) const RESPONSES: Table = table! { "Responses":
     "tools[].strict" => Partly(&["false"], TYPED),
     "tools[].format" => Honoured,
     "tools[].tools" => HonouredAs("all of them functions, custom tools and namespaces"),
-    "tool_choice" => Partly(&["auto", "none"], CHOICE),
+    "tool_choice" => Words(&["auto", "none"], &["required"], CHOICE),
+    "tool_choice.type" => Words(&["allowed_tools"], &["function", "custom"], CHOICE),
+    "tool_choice.name" => Overridden(CHOICE),
+    "tool_choice.namespace" => Overridden(CHOICE),
+    "tool_choice.mode" => Words(&["auto"], &["required"], CHOICE),
+    "tool_choice.tools" => HonouredAs(ALLOWED),
+    "tool_choice.tools[].type" => Types(&["function", "custom"], SERVER_TOOLS, "the model does not know it"),
+    "tool_choice.tools[].name" => Honoured,
+    "tool_choice.tools[].namespace" => Honoured,
     "parallel_tool_calls" => Partly(&["true"], PARALLEL),
     "max_tool_calls" => Overridden("the client runs every call"),
     "max_output_tokens" => Honoured,
     "stream" => Honoured,
     "stream_options" => Overridden(NO_EFFECT),
     "include[]" => Partly(&["reasoning.encrypted_content"], "replies have no such content"),
-    "reasoning.effort" => Partly(&["none"], DEGREE),
+    "reasoning.effort" => Words(&["none"], DEGREES, DEGREE),
     "reasoning.summary" => Overridden("the thinking itself is sent"),
     "reasoning.generate_summary" => Overridden("the thinking itself is sent"),
     "temperature" => InEvaluations(RUN),
@@ -234,7 +265,10 @@ pub(crate) const MESSAGES: Table = table! { "Messages":
     "tools" => Honoured,
     "tools[].type" => Types(
         &["custom"],
-        &["web_search_…", "web_fetch_…", "code_execution_…", "tool_search_tool_…", "mcp_toolset", "advisor_…"],
+        &[
+            "web_search_…", "web_fetch_…", "code_execution_…", "advisor_…", "mcp_toolset",
+            "tool_search_tool_bm25", "tool_search_tool_bm25_…", "tool_search_tool_regex", "tool_search_tool_regex_…",
+        ],
         "the model does not know it; declare a tool with `input_schema` and without `type`",
     ),
     "tools[].name" => Honoured,
@@ -244,13 +278,13 @@ pub(crate) const MESSAGES: Table = table! { "Messages":
     "tools[].strict" => Partly(&["false"], TYPED),
     "tools[].eager_input_streaming" => Partly(&["false"], "calls are sent when the reply is complete"),
     "tools[].cache_control" => Overridden(NO_CACHE),
-    "tool_choice.type" => Partly(&["auto", "none"], CHOICE),
+    "tool_choice.type" => Words(&["auto", "none"], &["any", "tool"], CHOICE),
     "tool_choice.name" => Overridden(CHOICE),
     "tool_choice.disable_parallel_tool_use" => Partly(&["false"], PARALLEL),
     "max_tokens" => Honoured,
     "stop_sequences" => Honoured,
     "stream" => Honoured,
-    "thinking.type" => Honoured,
+    "thinking.type" => Words(THINKING, &[], DEGREE),
     "thinking.budget_tokens" => Overridden(RUN),
     "thinking.display" => Overridden("the thinking itself is sent"),
     "output_config.effort" => Overridden(DEGREE),

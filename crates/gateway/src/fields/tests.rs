@@ -3,6 +3,7 @@ use super::*;
 use crate::chat::Chat;
 use crate::messages::Messages;
 use crate::responses::Responses;
+use crate::sampler::ToolChoice;
 use crate::wire::{Purpose, Wire};
 use serde_json::json;
 
@@ -18,8 +19,12 @@ fn chat() -> Value {
             {"role": "assistant", "content": null, "reasoning": "e", "tool_calls": [
                 {"id": "c1", "type": "function", "function": {"name": "ls", "arguments": "{\"f\": 1}"}}]},
             {"role": "tool", "tool_call_id": "c1", "content": "g"}],
-        "tools": [{"type": "function", "function": {
-            "name": "ls", "description": "h", "parameters": {"type": "object"}}}],
+        "tools": [
+            {"type": "function", "function": {
+                "name": "ls", "description": "h", "parameters": {"type": "object"}}},
+            {"type": "function", "function": {"name": "cat"}}],
+        "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": [
+            {"type": "function", "function": {"name": "ls"}}]}},
         "max_completion_tokens": 7, "max_tokens": 9, "stop": ["END"], "n": 2, "stream": true,
         "stream_options": {"include_usage": true}, "logprobs": true, "top_logprobs": 5,
         "temperature": 1, "top_p": 1,
@@ -40,8 +45,13 @@ fn responses() -> Value {
             {"type": "custom_tool_call_output", "call_id": "c2", "output": "h"}],
         "tools": [
             {"type": "function", "name": "ls", "description": "i", "parameters": {"type": "object"}},
-            {"type": "custom", "name": "patch", "format": {"syntax": "lark", "definition": "j"}},
+            {"type": "custom", "name": "patch",
+                "format": {"type": "grammar", "syntax": "lark", "definition": "j"}},
             {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "ls"}]}],
+        "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [
+            {"type": "function", "name": "ls"}, {"type": "custom", "name": "patch"},
+            {"type": "function", "namespace": "n", "name": "ls"}]},
+        "reasoning": {"effort": "none"},
         "max_output_tokens": 7, "stream": true, "include": ["reasoning.encrypted_content"],
         "metadata": {"k": "v"}, "previous_response_id": "resp_1", "store": true, "temperature": 1, "top_p": 1,
     })
@@ -60,6 +70,7 @@ fn messages() -> Value {
         "tools": [
             {"type": "custom", "name": "ls", "description": "f", "input_schema": {"type": "object"}},
             {"name": "later", "input_schema": {}, "defer_loading": true}],
+        "tool_choice": {"type": "any"},
         "max_tokens": 7, "stop_sequences": ["END"], "stream": true,
         "thinking": {"type": "disabled"}, "temperature": 1, "top_p": 1,
     })
@@ -173,6 +184,7 @@ fn others() -> Vec<(&'static str, Value)> {
         ),
         ("max_tokens", json!({"messages": user, "max_tokens": 9})),
         ("logprobs", json!({"messages": user, "logprobs": true})),
+        ("reasoning_effort", json!({"messages": user, "reasoning_effort": "none"})),
     ]
 }
 
@@ -202,14 +214,20 @@ fn every_field_of_every_table_is_treated_as_the_table_says() {
                     assert_eq!(alone(json!({"type": "json_object"})), refused, "{at}");
                     assert_eq!(alone(json!({"type": "text"})), unlisted, "{at}");
                 }
-                Treatment::Types(own, left_out, _) => {
+                Treatment::Types(own, others, _) | Treatment::Words(own, others, _) => {
                     assert_eq!(alone(json!("zzz")), refused, "{at}");
-                    for kind in *own {
-                        assert_eq!(alone(json!(kind)), unlisted, "{at}");
-                        assert_eq!(alone(json!(kind.to_uppercase())), refused, "{at}");
+                    assert_eq!(alone(json!(true)), refused, "{at}");
+                    for word in *own {
+                        assert_eq!(alone(json!(word)), unlisted, "{at}");
+                        assert_eq!(alone(json!(word.to_uppercase())), refused, "{at}");
                     }
-                    for kind in *left_out {
-                        assert_eq!(alone(json!(kind.replace('…', "20260101"))), listed, "{at}");
+                    for word in *others {
+                        let ending = |ending| json!(word.replace('…', ending));
+                        assert_eq!(alone(ending("20260101")), listed, "{at}");
+                        if word.ends_with('…') {
+                            assert_eq!(alone(ending("")), refused, "{at}");
+                            assert_eq!(alone(ending("latest")), refused, "{at}");
+                        }
                     }
                 }
                 Treatment::Partly(values, _) | Treatment::Only(values, _) => {
@@ -252,6 +270,7 @@ fn every_honoured_field_changes_what_a_request_means() {
                     | Treatment::HonouredAs(_)
                     | Treatment::InEvaluations(_)
                     | Treatment::Types(..)
+                    | Treatment::Words(..)
             );
             if !is_honoured {
                 continue;
@@ -266,6 +285,151 @@ fn every_honoured_field_changes_what_a_request_means() {
             };
             assert!(matters(&body) || elsewhere(), "{}: {path} changes nothing", table.name);
         }
+    }
+}
+
+/// What comes of a choice.
+#[derive(Debug, PartialEq)]
+enum Chosen {
+    /// It, the tools that are shown, and the overridden fields.
+    Taken(ToolChoice, String, String),
+    /// The field that is refused.
+    Refused(String),
+}
+
+fn chosen<W: Wire>(mut body: Value, choice: Value) -> Chosen {
+    body["tool_choice"] = choice;
+    let parsed = W::parse(body.to_string().as_bytes(), Purpose::Sample);
+    let request = match parsed {
+        Ok((request, _)) => request,
+        Err(problem) => return Chosen::Refused(problem.field.unwrap_or_default()),
+    };
+    let names: Vec<&str> = request.tools.iter().map(|tool| tool.name.as_str()).collect();
+    let header = request.overridden.header().unwrap_or_default();
+    Chosen::Taken(request.tool_choice, names.join(" "), header)
+}
+
+fn took(choice: ToolChoice, shown: &str, listed: &str) -> Chosen {
+    Chosen::Taken(choice, shown.to_owned(), listed.to_owned())
+}
+
+fn refused(field: &str) -> Chosen {
+    Chosen::Refused(field.to_owned())
+}
+
+#[test]
+fn every_form_of_tool_choice_of_chat_is_treated_as_its_table_says() {
+    use ToolChoice::{Auto, Named, None, Required};
+    let user = json!([{"role": "user", "content": "a"}]);
+    let chat = json!({"messages": user, "tools": [
+        {"type": "function", "function": {"name": "f"}}, {"type": "function", "function": {"name": "g"}}]});
+    let allowed = |mode: &str, names: &[&str]| {
+        let tools =
+            names.iter().map(|name| json!({"type": "function", "function": {"name": name}}));
+        let tools: Vec<Value> = tools.collect();
+        json!({"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}})
+    };
+    for (choice, expected) in [
+        (Value::Null, took(Auto, "f g", "")),
+        (json!("auto"), took(Auto, "f g", "")),
+        (json!("none"), took(None, "f g", "")),
+        (json!("required"), took(Required, "f g", "tool_choice")),
+        (json!("any"), refused("tool_choice")),
+        (json!(["auto"]), refused("tool_choice")),
+        (
+            json!({"type": "function", "function": {"name": "f"}}),
+            took(Named("f".to_owned()), "f g", "tool_choice.function.name, tool_choice.type"),
+        ),
+        (json!({"type": "function", "function": {"name": "h"}}), refused("tool_choice")),
+        (json!({"function": {"name": "f"}}), refused("tool_choice")),
+        (json!({"type": "custom", "custom": {"name": "f"}}), refused("tool_choice.type")),
+        (allowed("auto", &["g"]), took(Auto, "g", "")),
+        (allowed("required", &["g", "f"]), took(Required, "f g", "tool_choice.allowed_tools.mode")),
+        (allowed("auto", &["g", "h"]), refused("tool_choice")),
+        (allowed("auto", &[]), refused("tool_choice")),
+        (allowed("none", &["g"]), refused("tool_choice.allowed_tools.mode")),
+        (json!({"type": "allowed_tools", "mode": "auto", "tools": []}), refused("tool_choice")),
+    ] {
+        assert_eq!(chosen::<Chat>(chat.clone(), choice.clone()), expected, "Chat: {choice}");
+    }
+}
+
+#[test]
+fn every_form_of_tool_choice_of_responses_is_treated_as_its_table_says() {
+    use ToolChoice::{Auto, Named, None, Required};
+    let responses = json!({"input": "a", "tools": [
+        {"type": "function", "name": "f"}, {"type": "custom", "name": "g"},
+        {"type": "namespace", "name": "n", "tools": [{"type": "function", "name": "f"}]}]});
+    let allowed =
+        |mode: &str, tools: Value| json!({"type": "allowed_tools", "mode": mode, "tools": tools});
+    for (choice, expected) in [
+        (Value::Null, took(Auto, "f g n__f", "")),
+        (json!("auto"), took(Auto, "f g n__f", "")),
+        (json!("none"), took(None, "f g n__f", "")),
+        (json!("required"), took(Required, "f g n__f", "tool_choice")),
+        (json!("any"), refused("tool_choice")),
+        (
+            json!({"type": "function", "name": "f"}),
+            took(Named("f".to_owned()), "f g n__f", "tool_choice.name, tool_choice.type"),
+        ),
+        (
+            json!({"type": "custom", "name": "g"}),
+            took(Named("g".to_owned()), "f g n__f", "tool_choice.name, tool_choice.type"),
+        ),
+        (json!({"type": "function", "name": "h"}), refused("tool_choice")),
+        (json!({"type": "web_search_preview"}), refused("tool_choice.type")),
+        (json!({"type": "mcp", "server_label": "f"}), refused("tool_choice.type")),
+        (json!({"type": "shell"}), refused("tool_choice.type")),
+        (
+            allowed(
+                "auto",
+                json!([
+                {"type": "function", "namespace": "n", "name": "f"}, {"type": "custom", "name": "g"}]),
+            ),
+            took(Auto, "g n__f", ""),
+        ),
+        (
+            allowed(
+                "required",
+                json!([{"type": "function", "name": "f"}, {"type": "image_generation"}]),
+            ),
+            took(Required, "f", "tool_choice.mode, tool_choice.tools[].type"),
+        ),
+        (allowed("auto", json!([{"type": "image_generation"}])), refused("tool_choice")),
+        (allowed("auto", json!([{"type": "function", "name": "h"}])), refused("tool_choice")),
+        (allowed("auto", json!([{"type": "shell"}])), refused("tool_choice.tools[0].type")),
+        (allowed("none", json!([])), refused("tool_choice.mode")),
+    ] {
+        let found = chosen::<Responses>(responses.clone(), choice.clone());
+        assert_eq!(found, expected, "Responses: {choice}");
+    }
+}
+
+#[test]
+fn every_form_of_tool_choice_of_messages_is_treated_as_its_table_says() {
+    use ToolChoice::{Auto, Named, None, Required};
+    let user = json!([{"role": "user", "content": "a"}]);
+    let messages = json!({"messages": user, "max_tokens": 9, "tools": [
+        {"name": "f", "input_schema": {}}, {"name": "g", "input_schema": {}}]});
+    for (choice, expected) in [
+        (Value::Null, took(Auto, "f g", "")),
+        (json!({"type": "auto"}), took(Auto, "f g", "")),
+        (json!({"type": "none"}), took(None, "f g", "")),
+        (json!({"type": "any"}), took(Required, "f g", "tool_choice.type")),
+        (
+            json!({"type": "tool", "name": "f"}),
+            took(Named("f".to_owned()), "f g", "tool_choice.name, tool_choice.type"),
+        ),
+        (json!({"type": "tool", "name": "h"}), refused("tool_choice")),
+        (json!({"type": "tool"}), refused("tool_choice.name")),
+        (
+            json!({"type": "allowed_tools", "mode": "auto", "tools": []}),
+            refused("tool_choice.type"),
+        ),
+        (json!("auto"), refused("tool_choice")),
+    ] {
+        let found = chosen::<Messages>(messages.clone(), choice.clone());
+        assert_eq!(found, expected, "Messages: {choice}");
     }
 }
 

@@ -2,7 +2,7 @@
 
 use super::Messages;
 use super::history::{self, Block, MessageParam};
-use crate::content::{self, TextOr, known, limit, stop_strings};
+use crate::content::{self, Choice, TextOr, limit, stop_strings};
 use crate::dialect::Dialect;
 use crate::fields::{self, MESSAGES};
 use crate::message::{History, Message, Role, answered};
@@ -74,11 +74,11 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Me
                    template begins it, so it cannot continue a message of the assistant";
         return Err(Problem::field("messages", why));
     }
-    let tools = tools(body.tools.unwrap_or_default())?;
+    let mut tools = tools(body.tools.unwrap_or_default())?;
     let request = SampleRequest {
         dialect: Dialect::Messages,
         messages: answered(messages.finish(), "messages")?,
-        tool_choice: known(choice(body.tool_choice)?, &tools)?,
+        tool_choice: Choice::from(choice(body.tool_choice)?).apply(&mut tools)?,
         tools,
         max_tokens,
         stop: stop_strings(body.stop_sequences.map(TextOr::List), "stop_sequences")?,
@@ -201,6 +201,8 @@ mod tests {
             (json!({"tools": schema, "tool_choice": {"type": "tool", "name": "g"}}), "tool_choice"),
             (json!({"tool_choice": {"type": "most"}}), "tool_choice.type"),
             (json!({"thinking": 3}), "thinking"),
+            (json!({"thinking": {"type": "Disabled"}}), "thinking.type"),
+            (json!({"tools": [{"type": "web_search_latest", "name": "f"}]}), "tools[0].type"),
             (json!({"system": 3}), "system"),
         ] {
             let problem = request(&fields).unwrap_err();

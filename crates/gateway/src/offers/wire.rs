@@ -107,8 +107,9 @@ pub(super) enum Problem {
     #[error("this lease is over: {0}; take another episode")]
     Over(String),
     #[error(
-        "this lease is unknown: the run was restarted without it, or the lease ended long ago; \
-         take another episode"
+        "the run does not know this lease: it ended long ago, or the run was restarted without it. A result that \
+         was returned before counts; without one, the run repeats the episode. Stop working on it and take another \
+         episode"
     )]
     Unknown,
     #[error("the run was restarted and has not restored this lease yet; send it again")]

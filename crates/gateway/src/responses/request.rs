@@ -1,9 +1,9 @@
 //! Requests.
 
 use super::history::{self, Item};
-use super::tools::{self, ToolParam, Tools};
+use super::tools::{ChoiceParam, ToolParam, Tools};
 use super::{Echo, Responses};
-use crate::content::{self, TextOr, known, limit};
+use crate::content::{self, Choice, TextOr, limit};
 use crate::dialect::Dialect;
 use crate::fields::{self, RESPONSES};
 use crate::message::{History, Message, Role, answered};
@@ -72,11 +72,12 @@ pub(super) fn parse(bytes: &[u8], purpose: Purpose) -> Result<(SampleRequest, Re
     let messages: Vec<Message> = instructions.into_iter().chain(asked).collect();
     let mut tools = Tools::default();
     tools.add(body.tools.unwrap_or_default(), None, "tools", 0)?;
+    let choice = Choice::read::<ChoiceParam>(body.tool_choice.as_ref())?;
     let effort = body.reasoning.and_then(|reasoning| reasoning.effort);
     let request = SampleRequest {
         dialect: Dialect::Responses,
         messages,
-        tool_choice: known(tools::choice(body.tool_choice.as_ref())?, &tools.tools)?,
+        tool_choice: choice.apply(&mut tools.tools)?,
         tools: tools.tools,
         max_tokens,
         stop: Vec::new(),
@@ -203,7 +204,6 @@ mod tests {
             ("input", Value::Null),
             ("input", json!(3)),
             ("max_output_tokens", json!(0)),
-            ("tool_choice", json!({"type": "web_search_preview"})),
             ("tool_choice", json!({"type": "function", "name": "g"})),
         ] {
             let mut body = json!({"input": "a"});
@@ -220,13 +220,24 @@ mod tests {
             assert_eq!(request(&fields).unwrap_err().field.as_deref(), Some("input"), "{fields}");
         }
         assert!(request(&json!({"previous_response_id": "resp_1"})).is_ok());
-        for kind in ["Function", "functon", "local_shell", "shell", "apply_patch", ""] {
+        for kind in [
+            "Function",
+            "functon",
+            "web_search_latest",
+            "computer",
+            "local_shell",
+            "shell",
+            "apply_patch",
+            "",
+        ] {
             let body = json!({"input": "a", "tools": [
                 {"type": "function", "name": "f"}, {"type": kind, "name": "g"}]});
             let problem = request(&body).unwrap_err();
             assert_eq!(problem.field.as_deref(), Some("tools[1].type"), "{kind}");
             assert!(problem.message.contains("not supported"), "{}", problem.message);
         }
+        let effort = json!({"input": "a", "reasoning": {"effort": "off"}});
+        assert_eq!(request(&effort).unwrap_err().field.as_deref(), Some("reasoning.effort"));
         let schema = json!({"input": "a", "text": {"format": {"type": "json_schema"}}});
         assert_eq!(request(&schema).unwrap_err().field.as_deref(), Some("text.format"));
     }

@@ -1,6 +1,6 @@
 //! Tools: functions, functions in namespaces, and tools with free text as their input.
 
-use crate::content;
+use crate::content::{self, AllowedMode, Choice};
 use crate::message::json_of;
 use crate::problem::Problem;
 use crate::sampler::{Tool, ToolChoice};
@@ -28,6 +28,8 @@ pub(super) struct ToolParam {
 
 #[derive(Debug, Deserialize)]
 struct FormatParam {
+    #[serde(rename = "type")]
+    kind: Option<String>,
     syntax: Option<String>,
     definition: Option<String>,
 }
@@ -126,7 +128,7 @@ impl Tools {
         at: &str,
     ) -> Result<(), Problem> {
         let (description, schema) = if is_custom {
-            (Some(param.custom_description()), Some(custom_schema()))
+            (Some(param.custom_description(at)?), Some(custom_schema()))
         } else {
             (param.description, param.parameters)
         };
@@ -142,16 +144,21 @@ impl Tools {
 
 impl ToolParam {
     /// The description with the grammar of the input.
-    fn custom_description(&self) -> String {
+    fn custom_description(&self, at: &str) -> Result<String, Problem> {
         let description = self.description.clone().unwrap_or_default();
-        let format = self.format.as_ref();
-        match format.and_then(|format| Some((format.definition.as_ref()?, format.syntax.as_ref())))
-        {
-            Some((definition, syntax)) => {
-                let syntax = syntax.map_or("", String::as_str);
-                format!("{description}\n\nGrammar of the input ({syntax}):\n{definition}")
+        let Some(FormatParam { kind, syntax, definition }) = &self.format else {
+            return Ok(description);
+        };
+        match (kind.as_deref(), syntax.as_deref(), definition) {
+            (Some("text"), ..) | (None, None, None) => Ok(description),
+            (Some("grammar") | None, Some(syntax @ ("lark" | "regex")), Some(definition)) => {
+                Ok(format!("{description}\n\nGrammar of the input ({syntax}):\n{definition}"))
             }
-            None => description,
+            _ => Err(Problem::field(
+                format!("{at}.format"),
+                "must be of the type `text`, or of the type `grammar` with a `definition` and the `syntax` \
+                 `lark` or `regex`",
+            )),
         }
     }
 }
@@ -164,22 +171,49 @@ fn custom_schema() -> Value {
     })
 }
 
-/// Whether the reply must call a tool.
-pub(super) fn choice(choice: Option<&Value>) -> Result<ToolChoice, Problem> {
-    match choice {
-        None | Some(Value::Null) => Ok(ToolChoice::Auto),
-        Some(Value::String(word)) if word == "auto" => Ok(ToolChoice::Auto),
-        Some(Value::String(word)) if word == "none" => Ok(ToolChoice::None),
-        Some(Value::String(word)) if word == "required" => Ok(ToolChoice::Required),
-        Some(choice) => {
-            let text = |field: &str| choice.get(field).and_then(Value::as_str);
-            let kind = text("type").unwrap_or_default();
-            match text("name").filter(|_| matches!(kind, "function" | "custom")) {
-                Some(name) => Ok(ToolChoice::Named(flat_name(text("namespace"), name))),
-                None => Err(Problem::field(
-                    "tool_choice",
-                    "must be `auto`, `none`, `required` or name a function or custom tool",
-                )),
+/// An object in `tool_choice`.
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum ChoiceParam {
+    Function(NameParam),
+    Custom(NameParam),
+    AllowedTools { mode: AllowedMode, tools: Vec<AllowedTool> },
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(tag = "type", rename_all = "snake_case")]
+pub(super) enum AllowedTool {
+    Function(NameParam),
+    Custom(NameParam),
+    /// One that the vendor's servers would run: the model is not shown it.
+    #[serde(other)]
+    OfServer,
+}
+
+#[derive(Debug, Deserialize)]
+pub(super) struct NameParam {
+    namespace: Option<String>,
+    name: String,
+}
+
+impl NameParam {
+    fn flat(&self) -> String {
+        flat_name(self.namespace.as_deref(), &self.name)
+    }
+}
+
+impl From<ChoiceParam> for Choice {
+    fn from(choice: ChoiceParam) -> Self {
+        match choice {
+            ChoiceParam::Function(name) | ChoiceParam::Custom(name) => {
+                ToolChoice::Named(name.flat()).into()
+            }
+            ChoiceParam::AllowedTools { mode, tools } => {
+                let names = tools.iter().filter_map(|tool| match tool {
+                    AllowedTool::Function(name) | AllowedTool::Custom(name) => Some(name.flat()),
+                    AllowedTool::OfServer => None,
+                });
+                Self::among(&mode, names.collect())
             }
         }
     }
@@ -221,6 +255,16 @@ mod tests {
         for (param, field) in [
             (json!({"type": "function"}), "tools[0].name"),
             (json!({"type": "function", "name": "f", "parameters": 3}), "tools[0]"),
+            (json!({"type": "custom", "name": "f", "format": {"type": "xml"}}), "tools[0].format"),
+            (
+                json!({"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}),
+                "tools[0].format",
+            ),
+            (
+                json!({"type": "custom", "name": "f", "format": {
+                    "type": "grammar", "syntax": "ebnf", "definition": "x"}}),
+                "tools[0].format",
+            ),
             (
                 json!({"type": "namespace", "name": "n", "tools": [{"type": "shell"}]}),
                 "tools[0].tools[0].type",

@@ -15,6 +15,7 @@ use axum::response::{IntoResponse, Response};
 use axum::routing::{get, post};
 use axum::{Json, Router};
 use orchestrate_http_server::{Denial, HttpServer, Routes};
+use orchestrate_types::check_token_ids;
 use serde_json::json;
 use std::collections::HashSet;
 use std::sync::{Arc, Mutex};
@@ -106,12 +107,15 @@ fn read_tokenizer(options: &EngineOptions) -> Result<Option<Arc<Tokenizer>>, Eng
         return Ok(None);
     }
     // A file keeps the limits of the last program that used it; they are not part of the model.
-    let read = Tokenizer::from_file(&path).and_then(|mut tokenizer| {
+    let read = || -> tokenizers::Result<Tokenizer> {
+        let file = fs_err::read(&path)?;
+        let mut tokenizer = Tokenizer::from_bytes(&file)?;
+        check_token_ids(&file, |token| tokenizer.token_to_id(token))?;
         tokenizer.with_truncation(None)?;
         tokenizer.with_padding(None);
         Ok(tokenizer)
-    });
-    let tokenizer = read.map_err(|source| EngineServeError::Tokenizer { path, source })?;
+    };
+    let tokenizer = read().map_err(|source| EngineServeError::Tokenizer { path, source })?;
     Ok(Some(Arc::new(tokenizer)))
 }
 

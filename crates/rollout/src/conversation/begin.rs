@@ -2,7 +2,7 @@
 
 use super::generation::{PlannedGeneration, TokenBudget};
 use super::live::LiveText;
-use super::pending::{Client, Waiting};
+use super::pending::{Asking, Begun};
 use super::prompt::Located;
 use super::request::{ReplyError, ReplyRequest, RequestPrompt, digest_of, digest_of_ids};
 use super::tool_set::ToolSet;
@@ -14,16 +14,13 @@ use crate::sequence::GenerationId;
 use crate::turn_journal::ConversationRecord;
 use orchestrate_gateway::TextSink;
 use orchestrate_types::Limit;
-use std::sync::{Arc, Weak};
+use std::sync::Arc;
 use tracing::Instrument;
 
 /// Longest text that is tokenized on a thread of the event loop, in bytes, and longest history that is
 /// compared there.
 const NEW_BYTES_HERE: usize = 8 << 10;
 const HISTORY_BYTES_HERE: usize = 256 << 10;
-
-/// A future of the answer, or why there will be none.
-type Begun = Result<Waiting, ReplyError>;
 
 impl Conversation {
     /// The tools of a request.
@@ -37,43 +34,41 @@ impl Conversation {
     }
 
     /// Begins to sample on this thread if that is a matter of microseconds, as it is for most requests:
-    /// a history of moderate length with few new words. Otherwise gives back `text`.
+    /// a history of moderate length with few new words. Otherwise gives back `asking`.
     pub(super) fn begin_here(
         self: &Arc<Self>,
         request: &Arc<ReplyRequest>,
-        client: &Weak<Client>,
-        text: Option<TextSink>,
-    ) -> Result<Begun, Option<TextSink>> {
+        asking: Asking,
+    ) -> Result<Result<Begun, ReplyError>, Asking> {
         let tools = match &request.prompt {
             RequestPrompt::Messages { tools, thinking, .. } => self.tools.known(tools, *thinking),
             RequestPrompt::Tokens(_) => None,
         };
         let Some(tools) = tools.filter(|tools| tools.bytes <= NEW_BYTES_HERE) else {
-            return Err(text);
+            return Err(asking);
         };
         if request.prompt.bytes_from(0) > HISTORY_BYTES_HERE {
-            return Err(text);
+            return Err(asking);
         }
         // It may be held for long, by a computation on another thread.
-        let Ok(mut state) = self.state.try_lock() else { return Err(text) };
+        let Ok(mut state) = self.state.try_lock() else { return Err(asking) };
         let located = state.locate(&request.prompt, &tools);
         if request.prompt.bytes_from(located.point.segments(&state.tree)) > NEW_BYTES_HERE {
-            return Err(text);
+            return Err(asking);
         }
-        Ok(self.begin_at(&mut state, located, request, client, text))
+        Ok(self.begin_at(&mut state, located, request, asking))
     }
 
     /// Begins to sample, or finds the reply that the request is owed. Tokenizes what is new.
     pub(super) fn begin(
         self: &Arc<Self>,
         request: &Arc<ReplyRequest>,
-        client: &Weak<Client>,
-        text: Option<TextSink>,
-    ) -> Begun {
+        asking: Asking,
+    ) -> Result<Begun, ReplyError> {
         let tools = self.tools_of(&request.prompt);
         let mut state = self.state();
         let located = state.locate(&request.prompt, &tools);
-        self.begin_at(&mut state, located, request, client, text)
+        self.begin_at(&mut state, located, request, asking)
     }
 
     fn begin_at(
@@ -81,10 +76,10 @@ impl Conversation {
         state: &mut State,
         located: Located<'_>,
         request: &Arc<ReplyRequest>,
-        client: &Weak<Client>,
-        text: Option<TextSink>,
-    ) -> Begun {
+        asking: Asking,
+    ) -> Result<Begun, ReplyError> {
         let digest = digest_of(request, &located.tools.digest);
+        let Asking { client, text, is_settled } = asking;
         if client.strong_count() == 0 {
             return Err(ReplyError::Ended("the client is gone".to_owned()));
         }
@@ -93,7 +88,13 @@ impl Conversation {
                 live.join(text);
             }
             *state.recognised.entry(Recognition::Returned).or_default() += 1;
-            return Ok(pending.wait(client));
+            return Ok(Begun::Waiting(pending.wait(&client)));
+        }
+        if !is_settled && state.replies.may_be_owed(digest) {
+            return Ok(Begun::Unsettled {
+                content: digest,
+                asking: Asking { client, text, is_settled: true },
+            });
         }
         if let Some(number) = located.point.reply(&state.tree) {
             state.replies.mark_continued(number);
@@ -107,12 +108,12 @@ impl Conversation {
         planned.sequence.recorded = self.journal.get().map(|_| Vec::new());
         planned.live = text.and_then(|text| self.live_text(&planned, request, text));
         let pending = state.replies.open(digest, planned.live.clone());
-        let waiting = pending.wait(client);
+        let waiting = pending.wait(&client);
         let (this, prompt) = (Arc::clone(self), request.prompt.clone());
         let run = async move { this.run(planned, prompt, pending).await };
         while state.generating.try_join_next().is_some() {}
         state.generating.spawn(run.in_current_span());
-        Ok(waiting)
+        Ok(Begun::Waiting(waiting))
     }
 
     /// The text of a reply that is about to be sampled; `None` if it can only be read as a whole.

@@ -33,14 +33,16 @@ pub(crate) use finished::{EndOnDrop, FinishedConversation};
 use orchestrate_gateway::TextSink;
 use orchestrate_types::{Attribution, GroupId, Limit};
 pub(crate) use pending::SampledReply;
-use pending::{Client, PendingReplies};
+use pending::{Asking, Begun, Client, PendingReplies};
 use prompt::Located;
 use request::digest_of_ids;
 pub(crate) use request::{ReplyError, ReplyRequest, RequestPrompt};
 use std::collections::{BTreeMap, HashMap};
 use std::sync::{Arc, Mutex, MutexGuard, OnceLock, PoisonError};
+use std::time::Duration;
 use tokio::sync::watch;
 use tokio::task::JoinSet;
+use tokio::time::{Instant, sleep};
 use tool_set::{ToolSet, ToolSets};
 use tree::Tree;
 pub use tree::{ForkCause, Recognition};
@@ -97,6 +99,11 @@ enum End {
 /// Why an attempt is broken whose agent did not ask again for a reply that it got a part of.
 const BROKEN_STREAM: &str =
     "a reply was cut off because an engine call failed, and the agent did not ask for it again";
+
+/// How long a request waits for the end of the connection of an earlier one with the same content to be noticed,
+/// and the pause between two looks. Several samples that a client asks for at the same time begin that much later.
+const SETTLING_TIME: Duration = Duration::from_millis(50);
+const SETTLING_PAUSE: Duration = Duration::from_millis(2);
 
 /// Runs work on an agent's bytes away from the event loop.
 async fn offloaded<T: Send + 'static>(
@@ -201,20 +208,43 @@ impl Conversation {
         request: &Arc<ReplyRequest>,
         text: Option<TextSink>,
     ) -> Result<Arc<SampledReply>, ReplyError> {
-        let (this, request) = (Arc::clone(self), Arc::clone(request));
         // Dropped with this future, at any time.
         let client = Arc::new(Client);
-        let asking = Arc::downgrade(&client);
-        let waiting = match self.begin_here(&request, &asking, text) {
-            Ok(waiting) => waiting,
-            Err(text) => offloaded(move || Ok(this.begin(&request, &asking, text))).await?,
+        let mut asking = Asking { client: Arc::downgrade(&client), text, is_settled: false };
+        let waiting = loop {
+            let begun = match self.begin_here(request, asking) {
+                Ok(begun) => begun?,
+                Err(asking) => {
+                    let (this, request) = (Arc::clone(self), Arc::clone(request));
+                    offloaded(move || this.begin(&request, asking)).await?
+                }
+            };
+            match begun {
+                Begun::Waiting(waiting) => break waiting,
+                Begun::Unsettled { content, asking: again } => {
+                    self.settle(content).await;
+                    asking = again;
+                }
+            }
         };
-        let answer = waiting?.await;
+        let answer = waiting.await;
         drop(client);
         if answer.is_ok() {
             self.note(None);
         }
         answer
+    }
+
+    /// Waits until the replies to requests with this content are known to be owed or not, or for
+    /// [`SETTLING_TIME`].
+    async fn settle(&self, content: [u8; 32]) {
+        let end = Instant::now() + SETTLING_TIME;
+        let is_settled = |replies: &PendingReplies| {
+            replies.find(content, false).is_some() || !replies.may_be_owed(content)
+        };
+        while Instant::now() < end && !is_settled(&self.state().replies) {
+            sleep(SETTLING_PAUSE).await;
+        }
     }
 
     /// Notes how the last request was answered: with a reply, or with this error.

@@ -5,13 +5,15 @@
 //! when it was sent into a connection that broke. A request with the same content takes it over. Once a
 //! client has shown that it has the reply, the same content asks for another sample: it has continued the
 //! reply, used the connection again, or closed it with everything read. So it does while the connection
-//! is open, because clients that sample several times do so in parallel.
+//! is open, because clients that sample several times do so in parallel. The end of a connection may be
+//! noticed after a request that its client sent later on another one, so such a request waits for a moment
+//! before it is another sample ([`PendingReplies::may_be_owed`]).
 
 use super::ReplyError;
 use super::live::LiveText;
 use crate::api::Message;
 use orchestrate_engine::Finish;
-use orchestrate_gateway::Delivery;
+use orchestrate_gateway::{Delivery, TextSink};
 use orchestrate_routing::RoutingMask;
 use orchestrate_types::TokenId;
 use std::collections::{HashMap, HashSet};
@@ -69,6 +71,12 @@ impl SampledReply {
         let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
         deliveries.iter_mut().all(|delivery| delivery.now() == Some(false))
     }
+
+    /// Whether no client is known to have got the whole reply.
+    fn may_be_owed(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().all(|delivery| delivery.now() != Some(true))
+    }
 }
 
 pub(super) type Answer = Result<Arc<SampledReply>, ReplyError>;
@@ -89,6 +97,25 @@ pub(super) struct PendingReply {
 /// Held by a client for as long as it waits for a reply.
 #[derive(Debug)]
 pub(super) struct Client;
+
+/// A client that asks for a reply.
+pub(super) struct Asking {
+    pub(super) client: Weak<Client>,
+    /// If it reads the reply as a stream.
+    pub(super) text: Option<TextSink>,
+    /// Whether the ends of other clients' connections have had the time to be noticed.
+    pub(super) is_settled: bool,
+}
+
+/// How a request begins.
+pub(super) enum Begun {
+    Waiting(Waiting),
+    /// It may be owed the reply to an earlier request with this content, which is not known yet: it asks again.
+    Unsettled {
+        content: [u8; 32],
+        asking: Asking,
+    },
+}
 
 impl PendingReply {
     /// Gives the answer to everyone who waits or comes later.
@@ -153,6 +180,17 @@ impl PendingReplies {
             Some(Err(_)) => false,
         };
         pending.iter().rev().find(is_owed).cloned()
+    }
+
+    /// Whether a request with this content may be owed a reply once the end of another client's connection is
+    /// noticed: that of a client that waits for the reply, or was sent it.
+    pub(super) fn may_be_owed(&self, content: [u8; 32]) -> bool {
+        let may_be_owed = |pending: &Arc<PendingReply>| match &*pending.answer.borrow() {
+            None => true,
+            Some(Ok(reply)) => reply.may_be_owed() && !self.continued.contains(&reply.number),
+            Some(Err(_)) => false,
+        };
+        self.by_content.get(&content).is_some_and(|pending| pending.iter().any(may_be_owed))
     }
 
     /// Whether an agent saw a stream end with an error because an engine call failed, and has not got the

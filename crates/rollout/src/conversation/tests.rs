@@ -524,6 +524,59 @@ async fn a_dropped_client_leaves_its_reply_to_the_next_one() {
     check(&engine, &conversation.finish(), &[reply]);
 }
 
+#[tokio::test]
+async fn a_client_that_is_found_gone_after_its_next_request_leaves_it_the_reply() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let request = request(&[sent("user", "mend it")]);
+    // While it is sampled: the repeated request is handled before the end of the connection is noticed.
+    let mut first = Box::pin(conversation.sample(&request));
+    poll_once(first.as_mut()).await;
+    let mut again = Box::pin(conversation.sample(&request));
+    poll_once(again.as_mut()).await;
+    drop(first);
+    let lost = again.await.unwrap();
+    assert_eq!(engine.requests().len(), 1);
+    // After it was sent: what the client has read is not known yet.
+    for is_read in [false, true] {
+        let (mut receipt, delivery) = Receipt::new();
+        receipt.sent();
+        lost.sending(delivery);
+        let mut again = Box::pin(conversation.sample(&request));
+        poll_once(again.as_mut()).await;
+        if is_read {
+            receipt.delivered();
+        } else {
+            drop(receipt);
+        }
+        assert_eq!(Arc::ptr_eq(&lost, &again.await.unwrap()), !is_read);
+    }
+    assert_eq!(engine.requests().len(), 2);
+}
+
+#[tokio::test]
+async fn equal_requests_of_clients_that_stay_are_samples_of_their_own() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let request = request(&[sent("user", "mend it")]);
+    // None of them says until the end that it has read its reply.
+    let mut receipts = Vec::new();
+    let sample = async || {
+        let reply = conversation.sample(&request).await.unwrap();
+        let (receipt, delivery) = Receipt::new();
+        reply.sending(delivery);
+        (reply, receipt)
+    };
+    let (a, b) = tokio::join!(sample(), sample());
+    receipts.extend([a, b]);
+    receipts.push(sample().await);
+    let mut numbers: Vec<u32> = receipts.iter().map(|(reply, _)| reply.number).collect();
+    numbers.sort_unstable();
+    assert_eq!(numbers, [0, 1, 2]);
+    assert_eq!(engine.requests().len(), 3);
+    assert_eq!(conversation.finish().forks, [(ForkCause::Repeated, 2)].into());
+}
+
 /// Polls a future once.
 async fn poll_once<F: Future + Unpin>(mut future: F) {
     std::future::poll_fn(|context| {

@@ -359,6 +359,26 @@ async fn measure_turns_over_http() {
     }
 }
 
+#[test]
+fn a_tokenizer_that_gives_a_token_or_an_id_twice_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let model_path = Utf8PathBuf::try_from(folder.path().to_owned()).unwrap();
+    let options = EngineOptions::new(model_path.clone());
+    for (vocabulary, problem) in [
+        (r#"{"a": 0, "b": 1, "a": 2}"#, r#"the vocabulary has "a" twice"#),
+        (r#"{"a": 0, "b": 0}"#, "the vocabulary has the id 0 twice"),
+    ] {
+        let file = format!(
+            r#"{{"version": "1.0", "added_tokens": [], "model":
+                {{"type": "WordLevel", "vocab": {vocabulary}, "unk_token": "a"}}}}"#
+        );
+        fs_err::write(model_path.join("tokenizer.json"), file).unwrap();
+        let error = read_tokenizer(&options).unwrap_err();
+        let EngineServeError::Tokenizer { source, .. } = &error else { panic!("{error}") };
+        assert!(source.to_string().contains(problem), "{source}");
+    }
+}
+
 #[tokio::test]
 async fn text_is_accepted_and_returned_with_a_tokenizer() {
     let vocab: serde_json::Map<String, Value> =

@@ -3,13 +3,12 @@
 //! The library takes the last of several entries for one token, gives an added token whose id does not follow
 //! from the vocabulary another id, and only warns. Prompts would have ids that the model was not trained with.
 
-use orchestrate_types::TokenId;
+use crate::TokenId;
 use serde::Deserialize;
 use serde::de::{Deserializer, Error as _, IgnoredAny, MapAccess, SeqAccess, Visitor};
 use std::collections::HashMap;
 use std::collections::hash_map::Entry;
 use std::fmt;
-use tokenizers::Tokenizer;
 
 /// What to do about all of these problems.
 const REMEDY: &str = "use the model's original tokenizer.json";
@@ -83,12 +82,15 @@ impl<'de> Deserialize<'de> for Vocabulary {
     }
 }
 
-/// Checks that the file gives each token one id and each id one token, and that `tokenizer`, which was read from
-/// it, has the same ids.
+/// Checks that a `tokenizer.json` gives each token one id and each id one token, and that the tokenizer which was
+/// read from it has the same ids: `loaded` is its id of a token.
 ///
 /// # Errors
-/// The tokens and ids that disagree.
-pub(super) fn check(file: &[u8], tokenizer: &Tokenizer) -> Result<(), String> {
+/// The tokens and ids that disagree, and what to do.
+pub fn check_token_ids(
+    file: &[u8],
+    loaded: impl Fn(&str) -> Option<TokenId>,
+) -> Result<(), String> {
     let wrong = |problem: String| Err(format!("{problem}; {REMEDY}"));
     let File { added_tokens, model: Model { vocab: Vocabulary(vocabulary) } } =
         serde_json::from_slice(file).map_err(|error| format!("{error}; {REMEDY}"))?;
@@ -105,7 +107,7 @@ pub(super) fn check(file: &[u8], tokenizer: &Tokenizer) -> Result<(), String> {
             return wrong(format!("the added token {content:?} has the ids {other} and {id}"));
         }
         // The library leaves out tokens without a text.
-        if let Some(loaded) = tokenizer.token_to_id(content).filter(|loaded| loaded != id) {
+        if let Some(loaded) = loaded(content).filter(|loaded| loaded != id) {
             return wrong(format!(
                 "the added token {content:?} has the id {id}, but would be read with the id {loaded}, which follows \
                  from the vocabulary and the added tokens before it"
