@@ -73,7 +73,7 @@ impl<'a> Section<'a> {
         let other_names: Vec<(&str, &str)> = other_names.collect();
         // Only the keys matter, and whether a known one has a text.
         let fields = self.table.iter().map(|(key, value)| {
-            let text = value.as_str().map_or_else(|| value.type_str(), |text| text);
+            let text = value.as_str().unwrap_or_else(|| value.type_str());
             (key.clone(), serde_json::Value::from(text))
         });
         keys::check(&fields.collect(), known, &other_names).map_err(|reason| {
@@ -88,10 +88,11 @@ impl<'a> Section<'a> {
     /// Fails if the value of `key` is a time limit of 0, which always runs out.
     pub(super) fn check_limit(&self, key: &str) -> Result<(), HarborProblem> {
         let is_zero = self.get(key).and_then(number).is_some_and(|seconds| seconds.abs() <= 0.0);
-        let mistake = |problem: HarborProblem| HarborProblem::Mistake(problem.to_string());
-        is_zero
-            .then(|| mistake(self.wrong(key, "is 0, a time limit that always runs out")))
-            .map_or(Ok(()), Err)
+        if is_zero {
+            let problem = self.wrong(key, "is 0, a time limit that always runs out");
+            return Err(HarborProblem::Mistake(problem.to_string()));
+        }
+        Ok(())
     }
 
     pub(super) fn text(&self, key: &str) -> Result<Option<&'a str>, HarborProblem> {
