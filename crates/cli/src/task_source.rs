@@ -7,6 +7,8 @@ use crate::output;
 use camino::Utf8Path;
 use orchestrate_coordinator::TaskSet;
 use orchestrate_rollout::Scaffold;
+use orchestrate_settings::closest;
+use orchestrate_tasks::swe::Harness;
 use orchestrate_tasks::{Origin, Split, Task, load, micro};
 use orchestrate_types::ConfigProblem;
 use std::collections::{BTreeMap, HashSet};
@@ -99,10 +101,19 @@ fn leave_out_unstartable(settings: &Settings, set: &mut TaskSet) -> anyhow::Resu
 }
 
 fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
+    let mut skip = Skip::new(&settings.tasks.skip);
+    let set = selected(settings, &mut skip)?;
+    let tasks = &settings.tasks;
+    let is_generated = tasks.file.is_none() && tasks.held_out_file.is_none() || tasks.mix > 0;
+    skip.check(&set, is_generated)?;
+    Ok(set)
+}
+
+fn selected(settings: &Settings, skip: &mut Skip<'_>) -> anyhow::Result<TaskSet> {
     let tasks = &settings.tasks;
     if tasks.file.is_none() && tasks.held_out_file.is_none() {
         let mut set = TaskSet::default();
-        for task in generated(settings) {
+        for task in generated(settings).into_iter().filter(|task| !skip.has(&task.id)) {
             match task.split {
                 Split::Train => set.train.push(Arc::new(task)),
                 Split::HeldOut => set.held_out.push(Arc::new(task)),
@@ -111,9 +122,9 @@ fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
         }
         return Ok(set);
     }
-    let part = |file: &Option<String>, split, count: Option<u32>| -> anyhow::Result<Vec<_>> {
+    let mut part = |file: &Option<String>, split, count: Option<u32>| -> anyhow::Result<Vec<_>> {
         let Some(file) = file else { return Ok(Vec::new()) };
-        let mut rows = of_file(Utf8Path::new(file), &tasks.skip)?;
+        let mut rows = of_file(Utf8Path::new(file), skip, settings.reward.harness)?;
         let all = rows.len();
         rows.retain(|task| !matches!(&task.origin, Origin::Harbor(row) if row.has_steps()));
         if rows.len() < all {
@@ -129,8 +140,9 @@ fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
     let mut train = part(&tasks.file, Split::Train, tasks.train)?;
     // Their position does not matter: a run draws its own order.
     let mix = micro::MicroCounts { train: tasks.mix as usize, held_out: 0, held_out_families: 0 };
-    train.extend(of_environment(settings, mix).into_iter().map(Arc::new));
     let held_out = part(&tasks.held_out_file, Split::HeldOut, tasks.held_out)?;
+    let generated = of_environment(settings, mix).into_iter().filter(|task| !skip.has(&task.id));
+    train.extend(generated.map(Arc::new));
     let trained: HashSet<&str> = train.iter().map(|task| task.id.as_str()).collect();
     let both = held_out.iter().filter(|task| trained.contains(task.id.as_str())).count();
     if both > 0 {
@@ -143,37 +155,98 @@ fn all_tasks(settings: &Settings) -> anyhow::Result<TaskSet> {
     Ok(TaskSet { train, held_out, held_out_families: Vec::new() })
 }
 
-/// The usable rows of `file` as tasks, except those whose id is in `skip`. Refused rows are reported
-/// on standard error.
+/// The ids of `tasks.skip`, and which of them tasks have.
+#[derive(Debug)]
+pub(crate) struct Skip<'a> {
+    ids: BTreeMap<&'a str, bool>,
+}
+
+impl<'a> Skip<'a> {
+    /// These ids, of which none was found yet.
+    pub(crate) fn new(ids: &'a [String]) -> Self {
+        Self { ids: ids.iter().map(|id| (id.as_str(), false)).collect() }
+    }
+
+    /// Whether the task with this id is left out.
+    pub(crate) fn has(&mut self, id: &str) -> bool {
+        self.ids.get_mut(id).map(|found| *found = true).is_some()
+    }
+
+    /// Number of ids that tasks have.
+    pub(crate) fn found(&self) -> usize {
+        self.ids.values().filter(|found| **found).count()
+    }
+
+    /// Says how many rows of `file` are left out, and names an id that none has: the list may be for
+    /// another file.
+    pub(crate) fn say(&self, file: &Utf8Path) {
+        if self.found() > 0 {
+            let rows = output::counted(self.found(), "row");
+            output::say(format!("note: {file}: tasks.skip leaves out {rows}"));
+        }
+        let mut unknown = self.unknown();
+        if let Some(id) = unknown.next() {
+            let more = match unknown.count() {
+                0 => String::new(),
+                more => format!(", and {more} more ids of tasks.skip"),
+            };
+            output::say(format!("note: {file}: no row has the id `{id}`{more} (tasks.skip)"));
+        }
+    }
+
+    fn unknown(&self) -> impl Iterator<Item = &'a str> {
+        self.ids.iter().filter(|(_, found)| !**found).map(|(id, _)| *id)
+    }
+
+    /// Fails for an id that no task of the run has, which would leave a task in that is known to be
+    /// unsound.
+    fn check(&self, set: &TaskSet, is_generated: bool) -> Result<(), ConfigError> {
+        // A run with fewer generated tasks need not have all of them.
+        let is_later = |id: &str| is_generated && micro::is_id(id);
+        let Some(id) = self.unknown().find(|id| !is_later(id)) else { return Ok(()) };
+        let all = set.train.iter().chain(&set.held_out).chain(&set.held_out_families);
+        let meant = closest(id, all.map(|task| task.id.as_str()));
+        let meant = meant.map(|id| format!("; did you mean `{id}`?")).unwrap_or_default();
+        let remedy = format!("must be ids of tasks that this run would have{meant}");
+        Err(ConfigError::Problems(vec![ConfigProblem::new("tasks.skip", id, remedy)]))
+    }
+}
+
+/// The usable rows of `file` as tasks, except those that are left out. Refused rows are reported on
+/// standard error; those that this version of SWE-bench's harness cannot grade are among them.
 ///
 /// # Errors
 /// If the file cannot be read or has no usable row.
-pub(crate) fn of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
-    let skip: HashSet<&str> = skip.iter().map(String::as_str).collect();
-    let (mut tasks, mut refused) = (Vec::new(), 0_usize);
-    for row in load::rows(file)? {
+fn of_file(file: &Utf8Path, skip: &mut Skip<'_>, harness: Harness) -> anyhow::Result<Vec<Task>> {
+    let (mut tasks, mut refused, mut skipped) = (Vec::new(), 0_usize, 0_usize);
+    for row in load::rows_for(file, harness)? {
         match row {
-            Ok(row) if skip.contains(row.id().as_str()) => {}
+            Ok(row) if skip.has(&row.id()) => skipped += 1,
             Ok(row) => tasks.push(row.to_task()?),
+            Err(bad) if bad.id.as_deref().is_some_and(|id| skip.has(id)) => skipped += 1,
             Err(bad) => {
                 refused += 1;
                 output::say(format!("note: {file}: refused: {bad}"));
             }
         }
     }
-    anyhow::ensure!(
-        !tasks.is_empty(),
-        InputError::NoUsableRow { file: file.to_owned(), refused, skipped: skip.len() }
-    );
+    let file = file.to_owned();
+    anyhow::ensure!(!tasks.is_empty(), InputError::NoUsableRow { file, refused, skipped });
     Ok(tasks)
 }
 
-/// The usable rows of `file` whose tasks have tests.
+/// The usable rows of `file` whose tasks have tests, except those whose id is in `skip`.
 ///
 /// # Errors
 /// As [`of_file`]; and if a row is a plain row, whose environment an external worker provides.
-pub(crate) fn tested_of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result<Vec<Task>> {
-    let tasks = of_file(file, skip)?;
+pub(crate) fn tested_of_file(
+    file: &Utf8Path,
+    skip: &[String],
+    harness: Harness,
+) -> anyhow::Result<Vec<Task>> {
+    let mut skip = Skip::new(skip);
+    let tasks = of_file(file, &mut skip, harness)?;
+    skip.say(file);
     let plain = tasks.iter().find(|task| matches!(task.origin, Origin::External(_)));
     if let Some(task) = plain {
         anyhow::bail!(UsageError::GradedExternally { id: task.id.as_str().to_owned() });
@@ -181,7 +254,7 @@ pub(crate) fn tested_of_file(file: &Utf8Path, skip: &[String]) -> anyhow::Result
     Ok(tasks)
 }
 
-/// All tasks that the configured environment generates.
+/// All tasks that the configured environment generates, including those that `tasks.skip` leaves out.
 pub(crate) fn generated(settings: &Settings) -> Vec<Task> {
     let count = |n: Option<u32>| n.unwrap_or_default() as usize;
     let counts = micro::MicroCounts {
@@ -231,5 +304,68 @@ mod tests {
         assert_eq!(task_set_of_run(&settings, &run).unwrap().train.len(), 1);
         write("two");
         task_set_of_run(&settings, &folder.join("another-run")).unwrap();
+    }
+
+    /// Settings with these training and held-out rows, whose ids are given, and these skipped ids.
+    fn settings(folder: &Utf8Path, ids: [&[&str]; 2], mix: u32, skip: &[&str]) -> Settings {
+        let mut raw = Sections::default();
+        let file = |name: &str, ids: &[&str]| {
+            let row = |id: &&str| format!("{}\n", serde_json::json!({"id": id, "prompt": "p"}));
+            let path = folder.join(name);
+            fs_err::write(&path, ids.iter().map(row).collect::<String>()).unwrap();
+            (!ids.is_empty()).then(|| path.to_string())
+        };
+        raw.tasks.file = file("train.jsonl", ids[0]);
+        raw.tasks.held_out_file = file("held_out.jsonl", ids[1]);
+        raw.tasks.mix = Some(mix);
+        if ids[0].is_empty() {
+            (raw.tasks.train, raw.tasks.held_out) = (Some(3), Some(2));
+        }
+        raw.tasks.skip = Some(skip.iter().map(|id| (*id).to_owned()).collect());
+        raw.run.eval_every = Some(0);
+        raw.with_defaults().unwrap().check().unwrap()
+    }
+
+    fn ids(set: &TaskSet) -> Vec<&str> {
+        let all = set.train.iter().chain(&set.held_out).chain(&set.held_out_families);
+        all.map(|task| task.id.as_str()).collect()
+    }
+
+    #[test]
+    fn skipped_tasks_are_left_out_wherever_tasks_come_from() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Utf8Path::from_path(temporary.path()).unwrap();
+        let set = |ids, mix, skip: &[&str]| task_set(&settings(folder, ids, mix, skip)).unwrap();
+        // The last one is a task of a longer list.
+        let skip = ["micro__train_000001", "micro__held_out_000000", "micro__train_000700"];
+        let generated = set([&[], &[]], 0, &skip);
+        assert_eq!(
+            ids(&generated),
+            [
+                "micro__train_000000",
+                "micro__train_000002",
+                "micro__held_out_000001",
+                "micro__held_out_families_000000",
+                "micro__held_out_families_000001",
+            ]
+        );
+        let mixed = set([&["a-1", "a-2"], &["b-1", "b-2"]], 2, &["a-1", "b-2", skip[0]]);
+        assert_eq!(ids(&mixed), ["a-2", "micro__train_000000", "b-1"]);
+    }
+
+    #[test]
+    fn a_skipped_id_that_no_task_has_is_refused_with_the_nearest_one() {
+        let temporary = tempfile::tempdir().unwrap();
+        let folder = Utf8Path::from_path(temporary.path()).unwrap();
+        let files: [&[&str]; 2] = [&["pallets__flask-1", "x-1"], &["b-1"]];
+        for (ids, skip, expected) in [
+            (files, "pallets__flask-11", "did you mean `pallets__flask-1`?"),
+            (files, "micro__train_000001", "must be ids of tasks that this run would have"),
+            ([&[][..], &[]], "micro__train_01", "did you mean `micro__train_000001`?"),
+        ] {
+            let error = task_set(&settings(folder, ids, 0, &[skip])).unwrap_err().to_string();
+            assert!(error.contains("tasks.skip") && error.contains(skip), "{error}");
+            assert!(error.contains(expected), "{error}");
+        }
     }
 }

@@ -288,7 +288,7 @@ pub(crate) async fn trainer(
     Ok(HttpTrainer { client, step_timeout: plan.step_timeout.0 })
 }
 
-/// All tasks of the configured environment.
+/// All tasks of the configured environment, including those that `tasks.skip` leaves out.
 pub(crate) fn all_tasks(settings: &Settings) -> Vec<Task> {
     task_source::generated(settings)
 }

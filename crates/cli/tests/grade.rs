@@ -135,6 +135,86 @@ fn eval_script_is_printed_without_docker() {
 }
 
 #[test]
+fn a_row_for_another_version_of_the_harness_is_refused_before_anything_runs() {
+    let folder = Folder::new();
+    let row = json!({
+        "instance_id": "a__b-1", "repo": "a/b", "version": "1", "base_commit": "c0",
+        "problem_statement": "It breaks.", "patch": "p", "test_patch": "diff",
+        "FAIL_TO_PASS": ["t::a"], "PASS_TO_PASS": [], "log_parser": "parse_log_pytest",
+        "eval_script": "#!/bin/bash\n: '>>>>> Start Test Output'\nmake\n: '>>>>> End Test Output'",
+    });
+    let file = folder.file("rows.jsonl", format!("{row}\n{}", rows()));
+    let log = ">>>>> Start Test Output\nPASSED t::a\n>>>>> End Test Output\n";
+    let log = folder.file("log", log);
+    let remedy = "needs reward.harness = \"5.0.2\" (grade: --harness 5.0.2)";
+    let grade = ["grade", "--tasks", &file, "--instance", "a__b-1", "--log", &log];
+    let show = ["tasks", "show", "a__b-1", "--file", &file, "--eval-script"];
+    for arguments in [&grade[..], &show] {
+        let refused = orchestrate(arguments);
+        assert_eq!(refused.status.code(), Some(3), "{arguments:?}");
+        let reason = text(&refused.stderr);
+        assert!(reason.contains("row 1 (a__b-1)") && reason.contains(remedy), "{reason}");
+        let fine = orchestrate(&[arguments, &["--harness", "5.0.2"]].concat());
+        assert!(fine.status.success(), "{}", text(&fine.stderr));
+    }
+    let list = |more: &[&str]| orchestrate(&[&["tasks", "list", "--file", &file], more].concat());
+    let reason = text(&list(&[]).stderr);
+    assert!(reason.contains("refused: row 1 (a__b-1)") && reason.contains(remedy), "{reason}");
+    let listed = list(&["--set", "reward.harness=5.0.2"]);
+    assert!(text(&listed.stdout).contains("a__b-1"), "{}", text(&listed.stderr));
+    assert!(orchestrate(&["tasks", "show", "a__b-1", "--file", &file]).status.success());
+    let import = orchestrate(&["tasks", "import", &file]);
+    let note = "1 row can only be graded with reward.harness = \"5.0.2\"";
+    assert!(text(&import.stderr).contains(note), "{}", text(&import.stderr));
+
+    let preds = json!({"instance_id": "a__b-1", "model_name_or_path": "m", "model_patch": "diff"});
+    let preds = folder.file("preds.jsonl", preds.to_string());
+    let out = folder.0.path().join("out");
+    let out = out.to_str().unwrap();
+    let refused = orchestrate(&[
+        "grade",
+        "--tasks",
+        &file,
+        "--predictions",
+        &preds,
+        "--run-id",
+        "r",
+        "--out",
+        out,
+    ]);
+    assert_eq!(refused.status.code(), Some(2), "{}", text(&refused.stderr));
+    assert!(text(&refused.stderr).contains(remedy), "{}", text(&refused.stderr));
+}
+
+#[test]
+fn skipped_tasks_are_not_listed() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", rows());
+    let skip = "tasks.skip=[\"pallets__flask-1\", \"bad-1\", \"aiohttp__abd\"]";
+    let list = orchestrate(&["tasks", "list", "--file", &file, "--set", skip]);
+    let (rows, notes) = (text(&list.stdout), text(&list.stderr));
+    assert!(!rows.contains("pallets__flask-1") && rows.contains("aiohttp__abc"), "{rows}");
+    assert!(
+        notes.contains("tasks.skip leaves out 2 rows") && !notes.contains("refused"),
+        "{notes}"
+    );
+    assert!(notes.contains("no row has the id `aiohttp__abd`"), "{notes}");
+    let all = "tasks.skip=[\"pallets__flask-1\", \"aiohttp__abc\"]";
+    let none = orchestrate(&["tasks", "list", "--file", &file, "--set", all]);
+    assert_eq!(none.status.code(), Some(3));
+    let reason = "no usable row: 1 refused, 2 listed in tasks.skip";
+    assert!(text(&none.stderr).contains(reason), "{}", text(&none.stderr));
+    let skip = "tasks.skip=[\"micro__train_000001\"]";
+    let few = ["--split", "train", "--set", "tasks.train=3", "--set", skip];
+    let list = orchestrate(&[&["tasks", "list", "micro"][..], &few].concat());
+    let (tasks, notes) = (text(&list.stdout), text(&list.stderr));
+    assert!(!tasks.contains("micro__train_000001") && tasks.contains("micro__train_000002"));
+    assert!(notes.contains("tasks.skip leaves out 1 task"), "{notes}");
+    let shown = orchestrate(&[&["tasks", "show", "micro__train_000001"][..], &few].concat());
+    assert!(shown.status.success(), "{}", text(&shown.stderr));
+}
+
+#[test]
 fn hostile_rows_and_logs_are_reported_safely() {
     let folder = Folder::new();
     let hostile =

@@ -104,7 +104,7 @@ settings! {
     held_out_file: Option<String> = None, not_blank(FILE);
     /// Generated tasks to train on in addition to those of `file`.
     mix: u32 = 0, at_most(MAX_GENERATED);
-    /// Ids of rows to leave out, such as those that `orchestrate tasks verify` found unsound.
+    /// Ids of tasks to leave out, such as those that `orchestrate tasks verify` found unsound.
     skip: Vec<String> = Vec::new();
     /// Training tasks.
     train: Option<u32> = (file.is_none() && held_out_file.is_none()).then_some(1000)

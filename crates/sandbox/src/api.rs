@@ -4,6 +4,7 @@ use crate::error::SandboxError;
 pub use orchestrate_supervisor::protocol::LINK_MODE;
 use orchestrate_supervisor::protocol::{is_link, is_special};
 use orchestrate_types::{AttemptId, ByteSize, RunId};
+use std::fmt;
 use std::time::Duration;
 use tokio::io::DuplexStream;
 use tokio::sync::mpsc;
@@ -123,6 +124,19 @@ pub enum Exit {
     NotStarted,
     /// It was killed because its caller asked for it, with everything it had started.
     Stopped,
+}
+
+impl fmt::Display for Exit {
+    /// What a command ended with, e.g. `exit code 1`.
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Code(code) => write!(f, "exit code {code}"),
+            Self::Signal(signal) => write!(f, "signal {signal}"),
+            Self::TimedOut => f.write_str("a timeout"),
+            Self::NotStarted => f.write_str("a failure to start"),
+            Self::Stopped => f.write_str("a request to stop"),
+        }
+    }
 }
 
 /// The complete result of a command.
@@ -386,4 +400,19 @@ pub trait SandboxProvider: Send + Sync + std::fmt::Debug {
     /// Removes all containers that this provider still holds, including idle ones and queued
     /// removals.
     async fn shutdown(&self) -> Result<(), SandboxError>;
+}
+
+#[cfg(test)]
+mod tests {
+    use super::Exit;
+
+    #[test]
+    fn ends_of_commands_are_written_for_people() {
+        let ends =
+            [Exit::Code(3), Exit::Signal(9), Exit::TimedOut, Exit::NotStarted, Exit::Stopped];
+        let texts = ends.map(|exit| exit.to_string());
+        let expected =
+            ["exit code 3", "signal 9", "a timeout", "a failure to start", "a request to stop"];
+        assert_eq!(texts, expected);
+    }
 }

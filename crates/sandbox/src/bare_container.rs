@@ -107,7 +107,9 @@ impl BareContainer {
         if ended.exit_code == Some(0) {
             return Ok(elapsed);
         }
-        let message = format!("`true` exited with {:?}", ended.exit_code);
+        let code =
+            ended.exit_code.map_or_else(|| "no exit code".to_owned(), |code| code.to_string());
+        let message = format!("`true` exited with {code}");
         let kind = SandboxErrorKind::Refused { call: "exec", message };
         Err(SandboxError { sandbox: self.name.clone(), kind })
     }

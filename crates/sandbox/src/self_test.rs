@@ -274,7 +274,7 @@ impl SelfTest {
                 let text = result.text();
                 let count = text.strip_prefix("alive\n").and_then(|n| n.trim().parse().ok());
                 let ok = count.is_some_and(|count: u32| count <= CHECK_PROCESSES);
-                (!ok).then(|| format!("the next command ended with {:?}, {text:?}", result.exit))
+                (!ok).then(|| format!("the next command ended with {}, {text:?}", result.exit))
             }
             Err(error) => Some(format!("the next command failed: {error}")),
         };
@@ -339,7 +339,7 @@ fn mismatch(expected: Expected, outcome: &Outcome, max_output: ByteSize) -> Opti
         (Expected::Replaced, Outcome::Reopened { same_container }) => !same_container,
         _ => false,
     };
-    (!matches).then(|| format!("expected {expected:?}"))
+    (!matches).then(|| format!("expected {expected}"))
 }
 
 impl std::fmt::Display for Outcome {
@@ -348,7 +348,7 @@ impl std::fmt::Display for Outcome {
             Self::Ran(result) => {
                 let text: String = result.text().chars().take(80).collect();
                 let (bytes, oom) = (result.total_bytes, result.oom_kills);
-                write!(f, "{:?}, {bytes} bytes, {oom} out-of-memory kills, {text:?}", result.exit)
+                write!(f, "{}, {bytes} bytes, {oom} out-of-memory kills, {text:?}", result.exit)
             }
             Self::Tree(files) => write!(f, "{} files", files.len()),
             Self::Wrote => write!(f, "written"),

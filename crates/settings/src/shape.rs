@@ -214,7 +214,7 @@ impl Reader<'_> {
 }
 
 /// The name most similar to `text`, if one is similar enough to suggest it.
-fn closest<'a>(text: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
+pub fn closest<'a>(text: &str, names: impl Iterator<Item = &'a str>) -> Option<&'a str> {
     let text = text.to_lowercase();
     let scored = names.map(|name| (strsim::jaro_winkler(&text, name), name));
     let best = scored.max_by(|(a, _), (b, _)| a.total_cmp(b))?;

@@ -13,7 +13,7 @@ use crate::harbor::{self, HarborRow};
 use crate::plain::{self, PlainRow};
 use crate::r2e::{R2eRow, RowError};
 use crate::repair;
-use crate::swe::SweRow;
+use crate::swe::{Harness, SweRow};
 use crate::task::Task;
 use crate::text::printable;
 use crate::{column, keys};
@@ -112,6 +112,22 @@ impl Row {
         }
     }
 
+    /// The reason why this version of SWE-bench's harness cannot grade the row; `None` if it can, and
+    /// for rows that it does not grade.
+    fn problem_with(&self, harness: Harness) -> Option<String> {
+        match self {
+            Self::Swe(row) => row.problem_with(harness),
+            Self::R2e(_) | Self::Plain(_) | Self::Harbor(_) => None,
+        }
+    }
+
+    /// The only version of SWE-bench's harness that can grade the row; `None` if that does not matter.
+    pub fn only_harness(&self) -> Option<Harness> {
+        let mut able =
+            Harness::ALL.into_iter().filter(|&harness| self.problem_with(harness).is_none());
+        able.next().filter(|_| able.next().is_none())
+    }
+
     /// Converts the row to a task.
     ///
     /// # Errors
@@ -153,7 +169,7 @@ impl Row {
             }
         } else if has(&value, "expected_output_json") || has(&value, "parsed_commit_content") {
             if let Value::Object(columns) = &value {
-                keys::check(columns, &R2eRow::COLUMNS, &[("image_name", "docker_image")])?;
+                keys::check(columns, &R2eRow::COLUMNS, &R2eRow::OTHER_NAMES)?;
                 let named = ["docker_image", "image", "image_name"];
                 let named = named.map(|column| Some((column, columns.get(column)?.as_str()?)));
                 let named: Vec<_> = named.into_iter().flatten().collect();
@@ -288,6 +304,24 @@ pub fn rows(
                 let reason = format!("has the id of row {first}");
                 Err(Refused { row, id: Some(found.id()), reason })
             }
+        }
+    }))
+}
+
+/// The rows of `path`, as [`rows`]; those that this version of SWE-bench's harness cannot grade are
+/// refused with the version that can.
+///
+/// # Errors
+/// As [`rows`].
+pub fn rows_for(
+    path: &Utf8Path,
+    harness: Harness,
+) -> Result<impl Iterator<Item = Result<Row, Refused>> + use<>, LoadError> {
+    Ok(rows(path)?.enumerate().map(move |(n, row)| {
+        let row = row?;
+        match row.problem_with(harness) {
+            None => Ok(row),
+            Some(reason) => Err(Refused { row: n + 1, id: Some(row.id()), reason }),
         }
     }))
 }

@@ -194,6 +194,10 @@ impl R2eRow {
         "repair",
     ];
 
+    /// Other names of columns, and names of columns that only other rows have, with the right ones.
+    pub(crate) const OTHER_NAMES: [(&str, &str); 2] =
+        [("image_name", "docker_image"), ("test_timeout_s", "repair.test_timeout_s")];
+
     /// The task's id: that of [`R2eRow::micro`], else `REPO__COMMIT`, because rows have no column
     /// for it.
     pub fn id(&self) -> String {

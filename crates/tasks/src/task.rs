@@ -33,6 +33,17 @@ pub enum TestStatus {
     Error,
 }
 
+impl TestStatus {
+    /// The status as people read it, e.g. `passed`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Passed => "passed",
+            Self::Failed => "failed",
+            Self::Error => "error",
+        }
+    }
+}
+
 /// Where a task's tree comes from, which decides how a change is extracted and graded.
 #[derive(Debug, Clone, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

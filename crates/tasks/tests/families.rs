@@ -5,7 +5,9 @@
 
 use camino::Utf8PathBuf;
 use orchestrate_tasks::load::{self, Refused, Row};
-use orchestrate_tasks::swe::{Harness, LogParser, SweFamily, SweRow, eval_script, grade};
+use orchestrate_tasks::swe::{
+    Harness, LogParser, SweFamily, SweRow, eval_script, grade, strict_eval_script,
+};
 use orchestrate_tasks::{Split, TaskFile, patch};
 use serde_json::{Value, json};
 use std::collections::BTreeMap;
@@ -82,7 +84,7 @@ fn rows_of_each_data_set_become_tasks_with_its_image_and_parser() {
             let task = row.to_task().unwrap();
             assert_eq!((task.environment.as_str(), task.split), (row.environment(), Split::Train));
             let Row::Swe(swe) = row else { panic!("{row:?}") };
-            (row.environment(), row.image(), swe.log_parser().unwrap())
+            (row.environment(), row.image(), swe.log_parser(Harness::default()).unwrap())
         })
         .collect();
     let want = [
@@ -211,6 +213,119 @@ fn rows_that_cannot_be_run_exactly_are_refused_with_the_reason() {
         let (good, bad) = loaded(std::slice::from_ref(&row));
         assert!(good.is_empty() && bad.len() == 1, "{row}");
         assert!(bad[0].reason.contains(part), "{} lacks {part}", bad[0].reason);
+    }
+}
+
+/// A row of version 5 with its own script and parser.
+fn of_version_5(repo: &str, script: Option<&str>, parser: Option<&str>) -> Value {
+    let mut row = gym("o__r-1");
+    row["repo"] = json!(repo);
+    row["version"] = json!("8.0");
+    row["eval_script"] = json!(script);
+    row["log_parser"] = json!(parser);
+    row
+}
+
+#[test]
+fn each_version_of_the_harness_reads_its_own_columns() {
+    let log = ": '>>>>> Start Test Output'\nok tests/test_a.py::test_x\nPASSED tests/test_a.py::test_x\n\
+        : '>>>>> End Test Output'\n>>>>> Test Exit Code: 0\n";
+    let script =
+        "#!/bin/bash\n: '>>>>> Start Test Output'\nmake check\n: '>>>>> End Test Output'\n";
+    let rows = [
+        of_version_5("pytest-dev/pytest", Some(script), Some("parse_log_django")),
+        of_version_5("pytest-dev/pytest", None, Some("parse_log_django")),
+    ];
+    for value in rows {
+        let (good, bad) = loaded(std::slice::from_ref(&value));
+        assert_eq!(bad, Vec::new());
+        assert_eq!(good[0].only_harness(), None);
+        let Row::Swe(row) = &good[0] else { panic!() };
+        let parsers = [Harness::V4_1_0, Harness::V5_0_2].map(|harness| row.log_parser(harness));
+        assert_eq!(parsers, [Some(LogParser::Pytest), Some(LogParser::Django)]);
+        let resolved = |harness| grade(row, harness, log.as_bytes()).unwrap().resolved;
+        assert!(resolved(Harness::V4_1_0), "the table's parser reads this log");
+        assert!(!resolved(Harness::V5_0_2), "the row's parser does not");
+        for write in [eval_script, strict_eval_script] {
+            let of_4 = write(row, Harness::V4_1_0).unwrap();
+            assert!(of_4.contains("\npytest -rA tests/test_a.py\n"), "{of_4}");
+            let of_5 = write(row, Harness::V5_0_2).unwrap();
+            assert_eq!(of_5.contains("make check"), value["eval_script"].is_string(), "{of_5}");
+        }
+        let strict = strict_eval_script(row, Harness::V4_1_0).unwrap();
+        assert!(strict.ends_with("\nexit \"$SWEBENCH_TEST_EXIT_CODE\"\n"), "{strict}");
+    }
+}
+
+#[test]
+fn a_row_that_only_another_version_can_grade_is_refused_with_that_version() {
+    let own = Some("true");
+    for (row, harness, part) in [
+        (
+            of_version_5("a/b", own, Some("parse_log_pytest")),
+            Harness::V4_1_0,
+            "`a/b` is not in the table",
+        ),
+        // SWE-Gym's table is not that of SWE-bench's harness, and the script is not SWE-Gym's.
+        (
+            of_version_5("getmoto/moto", own, Some("parse_log_pytest")),
+            Harness::V4_1_0,
+            "eval_script",
+        ),
+        (
+            {
+                let mut row = of_version_5("pytest-dev/pytest", own, Some("parse_log_pytest"));
+                row["version"] = json!("99");
+                row
+            },
+            Harness::V4_1_0,
+            "column `version`",
+        ),
+        (
+            of_version_5("pytest-dev/pytest", own, Some("parse_log_unknown")),
+            Harness::V5_0_2,
+            "no log parser for `parse_log_unknown`",
+        ),
+        (
+            of_version_5("pytest-dev/pytest", Some(" "), None),
+            Harness::V5_0_2,
+            "`eval_script`: it is empty",
+        ),
+    ] {
+        let other = Harness::ALL.into_iter().find(|&other| other != harness).unwrap();
+        let mut file = tempfile::NamedTempFile::new().unwrap();
+        writeln!(file, "{}\n{row}", gym("getmoto__moto-1")).unwrap();
+        let path = Utf8PathBuf::from_path_buf(file.path().to_owned()).unwrap();
+        let rows: Vec<_> = load::rows(&path).unwrap().map(Result::unwrap).collect();
+        assert_eq!(rows[1].only_harness(), Some(other), "{row}");
+        let read = |harness| load::rows_for(&path, harness).unwrap().collect::<Vec<_>>();
+        assert!(read(other).iter().all(Result::is_ok), "{row}");
+        let refused = read(harness)[1].clone().unwrap_err();
+        assert_eq!((refused.row, refused.id.as_deref()), (2, Some("o__r-1")));
+        let remedy =
+            format!("needs reward.harness = \"{0}\" (grade: --harness {0})", other.version());
+        assert!(refused.reason.contains(part) && refused.reason.contains(&remedy), "{refused}");
+    }
+    let (good, bad) = loaded(&[of_version_5("a/b", own, None)]);
+    assert!(good.is_empty() && bad[0].reason.contains("no log parser for `a/b`"), "{bad:?}");
+}
+
+#[test]
+fn a_row_may_have_its_own_time_limit_which_must_be_valid() {
+    let with = |limit: Value| {
+        let mut row = gym("getmoto__moto-1");
+        row["test_timeout_s"] = limit;
+        row
+    };
+    for (limit, seconds) in [(json!(60), 60), (Value::Null, 1800)] {
+        let (good, bad) = loaded(&[with(limit)]);
+        assert_eq!(bad, Vec::new());
+        assert_eq!(good[0].to_task().unwrap().test_timeout.as_secs(), seconds);
+    }
+    for limit in [json!(0), json!("60"), json!(-1), json!(86_401), json!(1.5), json!([60])] {
+        let (good, bad) = loaded(&[with(limit.clone())]);
+        assert!(good.is_empty() && bad[0].reason.contains("test_timeout_s"), "{limit}: {bad:?}");
+        assert_eq!((bad[0].row, bad[0].id.as_deref()), (1, Some("getmoto__moto-1")));
     }
 }
 
@@ -408,7 +523,7 @@ fn smith_profiles_equal_those_of_the_package() {
             pass_to_pass: vec!["tests/a.py::u".to_owned()],
             ..SweRow::default()
         };
-        let Some(parser) = row.log_parser() else {
+        let Some(parser) = row.log_parser(Harness::V4_1_0) else {
             assert!(name.contains("__mypy.") || name.contains("__mido."), "{name} is refused");
             continue;
         };

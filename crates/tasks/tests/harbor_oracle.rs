@@ -137,6 +137,47 @@ fn write(folder: &Path, files: &[(&str, &str)]) {
     }
 }
 
+/// Contents of `task.toml` that Harbor accepts, but cannot mean, with parts of the reason.
+const MISTAKES: &[(&str, &[&str])] = &[
+    ("version = \"9.9\"", &["task.toml: version = \"9.9\"", "1.0, 1.1, 1.2, 1.3 and 1.4"]),
+    ("schema_version = \"2.0\"", &["task.toml: schema_version = \"2.0\""]),
+    ("schema_verson = \"1.0\"", &["task.toml: has the key `schema_verson`", "`schema_version`?"]),
+    ("[enviroment]\ncpus = 1", &["task.toml: has the key `enviroment`", "`environment`?"]),
+    ("[Verifier]\ntimeout_sec = 60", &["has the key `Verifier`", "`verifier`?"]),
+    (
+        "[verifier]\ntimeout_secs = 60",
+        &["task.toml: [verifier] has the key `timeout_secs`", "`timeout_sec`?"],
+    ),
+    ("[agent]\ntimeout = 60", &["task.toml: [agent] has the key `timeout`", "`timeout_sec`?"]),
+    ("[agent]\ntimeout-sec = 60", &["[agent] has the key `timeout-sec`"]),
+    ("[environment]\nallow_internett = false", &["[environment] has the key", "`allow_internet`?"]),
+    ("[environment]\nimage = \"a/b\"", &["has the key `image`", "`docker_image`?"]),
+    (
+        "[verifier.environment]\nwork_dir = \"/app\"",
+        &["[environment] has the key `work_dir`", "`workdir`?"],
+    ),
+    (
+        "[environment.healthcheck]\ncommand = \"true\"\nretry = 1\nretires = 2",
+        &["[healthcheck] has the key `retires`"],
+    ),
+    (
+        "[[verifier.collect]]\ncommand = \"true\"\ntimeout_s = 1",
+        &["[verifier.collect] has the key `timeout_s`"],
+    ),
+    (
+        "[[steps]]\nname = \"one\"\nmin_rewards = 0.5",
+        &["[steps] has the key `min_rewards`", "`min_reward`?"],
+    ),
+    (
+        "artifacts = [{ source = \"/a\", destinaton = \"b\" }]",
+        &["[artifacts] has the key `destinaton`"],
+    ),
+    ("[verifier]\ntimeout_sec = 0", &["task.toml: verifier.timeout_sec is 0"]),
+    ("[verifier]\ntimeout_sec = \"0.0\"", &["task.toml: verifier.timeout_sec is 0"]),
+    ("[agent]\ntimeout_sec = 0.0", &["task.toml: agent.timeout_sec is 0"]),
+    ("[environment]\nbuild_timeout_sec = 0", &["task.toml: environment.build_timeout_sec is 0"]),
+];
+
 /// Folders with one `task.toml` each, and folders with invalid files.
 fn folders(root: &Path) -> Vec<PathBuf> {
     let usual = [
@@ -155,7 +196,7 @@ fn folders(root: &Path) -> Vec<PathBuf> {
         changes(&path);
         folders.push(path);
     };
-    for config in CONFIGS {
+    for config in CONFIGS.iter().copied().chain(MISTAKES.iter().map(|(config, _)| *config)) {
         folder(config, &|_| {});
     }
     let remove =
@@ -207,7 +248,8 @@ fn task_folders_are_accepted_exactly_if_harbor_accepts_them() {
         unsupported += usize::from(matches!(found, Err(HarborProblem::Unsupported(_))));
         let is_accepted = !matches!(found, Err(HarborProblem::Invalid(_)));
         if is_accepted != verdicts[at].starts_with('1') {
-            let config = CONFIGS.get(at).unwrap_or(&"(files)");
+            let mistakes = MISTAKES.iter().map(|(config, _)| config);
+            let config = CONFIGS.iter().chain(mistakes).nth(at).unwrap_or(&"(files)");
             differing.push(format!(
                 "{at} {config:?}: here {:?}, harbor {}",
                 found.err(),
@@ -217,4 +259,28 @@ fn task_folders_are_accepted_exactly_if_harbor_accepts_them() {
     }
     assert!(differing.is_empty(), "{}", differing.join("\n"));
     orchestrate_e2e::say(&format!("{} folders, {unsupported} not supported", folders.len()));
+}
+
+#[test]
+fn what_harbor_accepts_but_no_author_means_is_refused_with_file_and_key() {
+    let dir = tempfile::tempdir().unwrap();
+    let root = dir.path();
+    let read = |folder: &Path| read_task(Utf8Path::from_path(folder).unwrap());
+    let folders = folders(root);
+    for (folder, (config, parts)) in folders.iter().skip(CONFIGS.len()).zip(MISTAKES) {
+        let problem = read(folder).unwrap_err();
+        assert!(!matches!(problem, HarborProblem::Invalid(_)), "{config}: {problem}");
+        let problem = problem.to_string();
+        assert!(parts.iter().all(|part| problem.contains(part)), "{config}: {problem}");
+    }
+    let task = &folders[0];
+    read(task).unwrap();
+    for text in ["", " \n\n", "<!-- harbor-canary GUID 1 -->\n"] {
+        write(task, &[("instruction.md", text)]);
+        let problem = read(task).unwrap_err().to_string();
+        assert_eq!(problem, "instruction.md is empty", "{text:?}");
+    }
+    let step = folders.iter().find(|folder| read(folder).is_ok_and(|row| row.strategy.is_some()));
+    write(step.unwrap(), &[("steps/one/instruction.md", "\n")]);
+    assert_eq!(read(step.unwrap()).unwrap_err().to_string(), "steps/one/instruction.md is empty");
 }

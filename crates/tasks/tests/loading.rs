@@ -189,6 +189,27 @@ fn invalid_rows_are_refused_with_id_and_reason_and_the_others_load() {
 }
 
 #[test]
+fn columns_of_r2e_gym_that_would_count_as_absent_are_refused() {
+    let with = |column: &str, value: Value| {
+        let mut row = r2e_row("r");
+        row[column] = value;
+        row
+    };
+    for (row, part) in [
+        (with("test_timeout_s", json!(60)), "did you mean `repair.test_timeout_s`?"),
+        (
+            with("problem_statement", json!("[ISSUE] \n [/ISSUE]")),
+            "column `problem_statement`: it is empty",
+        ),
+        (with("problem_statement", json!("")), "column `problem_statement`: it is empty"),
+    ] {
+        let (good, bad) = loaded(json_lines(&[row]).as_bytes());
+        assert!(good.is_empty() && bad[0].reason.contains(part), "{bad:?}");
+        assert_eq!(bad[0].id.as_deref(), Some("aiohttp__r"));
+    }
+}
+
+#[test]
 fn lists_of_tests_with_empty_or_repeated_names_are_refused_by_column_and_name() {
     let row = |id: &str, fails: Value, passes: Value| {
         let mut row = swe_row(id);

@@ -33,6 +33,15 @@ fn more_tasks_do_not_change_earlier_ones() {
 }
 
 #[test]
+fn ids_of_generated_tasks_are_recognised() {
+    assert!(micro::generate(1, SMALL).iter().all(|task| micro::is_id(&task.id)));
+    assert!(micro::is_id("micro__held_out_families_1000000"));
+    for other in ["micro__train_1", "micro__train_", "micro__test_000001", "train_000001", ""] {
+        assert!(!micro::is_id(other), "{other}");
+    }
+}
+
+#[test]
 fn rows_convert_to_the_generated_tasks() {
     let rows = micro::rows(4, SMALL);
     let tasks: Vec<_> = rows.iter().map(|row| row.to_task().unwrap()).collect();

@@ -11,7 +11,7 @@ use anyhow::Context;
 use camino::Utf8Path;
 use fs_err::File;
 use orchestrate_rollout::RewardCompat;
-use orchestrate_tasks::load::{self, Row};
+use orchestrate_tasks::load::{self, Refused, Row};
 use orchestrate_tasks::predictions;
 use orchestrate_tasks::r2e::R2eRow;
 use orchestrate_tasks::swe::{self, Outcomes, Report, SweRow};
@@ -28,7 +28,8 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     let (Some(log), Some(instance)) = (&args.log, &args.instance) else {
         return Box::pin(patches::run(&args)).await;
     };
-    match find(&args.tasks, instance)? {
+    let rows = load::rows_for(&args.tasks, args.harness)?;
+    match find(rows, &args.tasks, instance)? {
         Row::R2e(row) => r2e(&row, log, &args)?,
         Row::Swe(row) => swe_bench(&row, log, &args)?,
         Row::Plain(_) => anyhow::bail!(UsageError::GradedExternally { id: instance.clone() }),
@@ -37,13 +38,17 @@ pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
     Ok(ExitCode::SUCCESS)
 }
 
-/// The row with id `id`.
+/// The one of `rows`, those of `file`, whose id is `id`.
 ///
 /// # Errors
 /// If the file has no usable row, or none with this id; the reason if the row was refused.
-pub(crate) fn find(file: &Utf8Path, id: &str) -> anyhow::Result<Row> {
+pub(crate) fn find(
+    rows: impl Iterator<Item = Result<Row, Refused>>,
+    file: &Utf8Path,
+    id: &str,
+) -> anyhow::Result<Row> {
     let (mut good, mut bad) = (0_usize, 0_usize);
-    for row in load::rows(file)? {
+    for row in rows {
         match row {
             Ok(row) if row.id() == id => return Ok(row),
             Ok(_) => good += 1,

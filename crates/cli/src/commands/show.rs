@@ -366,7 +366,7 @@ fn episode(
         output::data(format!("\n── patch\n{}", detail.patch.trim_end()));
     }
     if let Some(verdict) = &detail.verdict {
-        output::data(format!("\n── verdict: reward {} {:?}", verdict.reward, verdict.statuses));
+        output::data(verdict_text(verdict));
         if !verdict.suspicious.is_empty() {
             let names: Vec<&str> = verdict.suspicious.iter().map(|f| f.name()).collect();
             output::data(format!("── noticed: {}", names.join(", ")));
@@ -376,6 +376,14 @@ fn episode(
         }
     }
     Ok(())
+}
+
+/// A verdict as text, with the status of each test.
+fn verdict_text(verdict: &Verdict) -> String {
+    let tests = verdict.statuses.iter();
+    let tests = tests
+        .map(|(test, status)| format!("\n{}: {}", printable(test, REASON_CHARS), status.name()));
+    format!("\n── verdict: reward {}{}", verdict.reward, tests.collect::<String>())
 }
 
 /// Why the tests gave no reward, so that it is 0.
@@ -501,6 +509,7 @@ fn returned_metrics(summary: &EpisodeSummary) -> String {
 mod tests {
     use super::*;
     use orchestrate_rollout::{Fork, Scaffold, ToolFormat, WrittenTurn};
+    use orchestrate_tasks::TestStatus;
     use orchestrate_types::{AbortCause, Limit};
 
     fn shown(scaffold: Scaffold, text: &str) -> String {
@@ -525,6 +534,26 @@ mod tests {
         assert_eq!(outcome(&truncated), "truncated by sequence_tokens, scored 0.5");
         let aborted = Outcome::Aborted { by: AbortCause::Shutdown };
         assert_eq!(outcome(&aborted), "aborted: shutdown");
+    }
+
+    #[test]
+    fn a_verdict_lists_the_tests_with_their_statuses() {
+        let statuses = [("t::b", TestStatus::Error), ("t::a\u{1b}", TestStatus::Passed)];
+        let verdict = Verdict {
+            reward: 0.0,
+            official_reward: 0.0,
+            statuses: statuses.map(|(test, status)| (test.to_owned(), status)).into(),
+            differing: Vec::new(),
+            report: None,
+            suspicious: Vec::new(),
+        };
+        let text = verdict_text(&verdict);
+        assert!(
+            text.starts_with("\n── verdict: reward 0\nt::a")
+                && text.ends_with(": passed\nt::b: error"),
+            "{text}"
+        );
+        assert!(!text.contains('\u{1b}'), "{text:?}");
     }
 
     #[test]

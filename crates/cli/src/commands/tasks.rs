@@ -11,6 +11,7 @@ use crate::args::{
 };
 use crate::config::{self, Sections, Settings};
 use crate::error::UsageError;
+use crate::task_source::Skip;
 use crate::{output, tables, task_source, wiring};
 use camino::Utf8Path;
 use orchestrate_tasks::{Split, Task, printable, printable_lines};
@@ -27,7 +28,9 @@ pub(super) const NAME_CHARS: usize = 120;
 pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
     match args.command {
         TasksCommand::List { selection, file: None } => list(&selection),
-        TasksCommand::List { selection, file: Some(file) } => rows::list(&file, selection.json),
+        TasksCommand::List { selection, file: Some(file) } => {
+            rows::list(&config::load(&selection.source)?.check()?, &file, selection.json)
+        }
         TasksCommand::Show { id, selection, file: None, .. } => show(&id, &selection),
         TasksCommand::Show { id, file: Some(file), eval_script: true, harness, .. } => {
             rows::eval_script(&file, &id, harness)
@@ -61,6 +64,7 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
     }
 }
 
+/// The selected tasks of an environment, including those that `tasks.skip` leaves out.
 fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     let mut raw: Sections = config::load(&selection.source)?;
     raw.tasks.environment = Some(selection.environment.clone());
@@ -80,19 +84,31 @@ fn select(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     Ok((settings, tasks))
 }
 
-/// The tasks of an environment, or of a task file if one is named.
+/// The selected tasks of an environment that `tasks.skip` does not leave out.
+fn not_skipped(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
+    let (settings, mut tasks) = select(selection)?;
+    let mut skip = Skip::new(&settings.tasks.skip);
+    tasks.retain(|task| !skip.has(&task.id));
+    if skip.found() > 0 {
+        let skipped = output::counted(skip.found(), "task");
+        output::say(format!("note: tasks.skip leaves out {skipped}"));
+    }
+    Ok((settings, tasks))
+}
+
+/// The tasks of an environment, or of a task file if one is named, that `tasks.skip` does not leave out.
 fn to_verify(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>)> {
     let file = Utf8Path::new(&selection.environment);
     if !file.is_file() {
-        return select(selection);
+        return not_skipped(selection);
     }
     let settings = config::load(&selection.source)?.check()?;
-    let tasks = task_source::tested_of_file(file, &settings.tasks.skip)?;
+    let tasks = task_source::tested_of_file(file, &settings.tasks.skip, settings.reward.harness)?;
     Ok((settings, tasks))
 }
 
 fn list(selection: &TaskSelection) -> anyhow::Result<ExitCode> {
-    let (_, tasks) = select(selection)?;
+    let (_, tasks) = not_skipped(selection)?;
     if selection.json {
         for task in &tasks {
             let line =

@@ -187,7 +187,8 @@ impl Finish {
         }
         let end = match (reward, failure) {
             (Some(reward), None) if (0.0..=1.0).contains(&reward) => {
-                OfferEnd::Returned { reward, metrics }
+                // -0 would be shown as another number than 0.
+                OfferEnd::Returned { reward: reward + 0.0, metrics }
             }
             (Some(reward), None) => {
                 return invalid(format!("reward = {reward}: must be from 0 to 1"));

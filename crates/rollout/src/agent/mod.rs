@@ -201,5 +201,5 @@ fn never_asked(result: &ExecResult, finished: &FinishedConversation) -> String {
         }
         None => String::new(),
     };
-    format!("the agent sampled nothing and ended with {:?}{why}: {tail}", result.exit)
+    format!("the agent sampled nothing and ended with {}{why}: {tail}", result.exit)
 }

@@ -163,10 +163,10 @@ pub(super) async fn grade_swe_bench(
     rules: GradingRules,
 ) -> Result<GradedChange, GradeError> {
     let is_strict = rules.strict_swe_bench;
-    let eval =
-        if is_strict { strict_eval_script(row) } else { swe::eval_script(row, rules.harness) };
+    let write = if is_strict { swe::strict_eval_script } else { swe::eval_script };
+    let eval = write(row, rules.harness);
     let eval = eval.map_err(|error| refused(sandbox, "eval.sh", error.to_string()))?;
-    let split = if is_strict { SplitScript::of(&eval, row) } else { None };
+    let split = if is_strict { SplitScript::of(&eval, row, rules.harness) } else { None };
     let script_to_run = split.as_ref().map_or(&eval, |split| &split.install);
     sandbox.write_files(&[staged("patch", patch), staged("eval.sh", script_to_run)]).await?;
     let mut graded = GradedChange {
@@ -236,7 +236,11 @@ pub(super) async fn grade_swe_bench(
         if let Some(run) = split.run(sandbox, task, &part.touched, &tracing, folder).await? {
             graded.log = [log_bytes(&result), run.log].concat();
             graded.test_time = result.elapsed.saturating_add(run.elapsed);
-            match swe::grade(row, rules.harness, log_of(&run.results, row).as_bytes()) {
+            match swe::grade(
+                row,
+                rules.harness,
+                log_of(&run.results, row, rules.harness).as_bytes(),
+            ) {
                 Ok(report) => graded.verdict = row.verdict(Some(report)),
                 Err(error) => graded.problem = Some(error.to_string()),
             }
@@ -318,12 +322,6 @@ fn refused_set_up(
     let findings = part.findings.into_iter().chain([Finding::SystemTouched]);
     graded.verdict = graded.verdict.with_findings(findings);
     graded
-}
-
-/// The script of version 5, whose exit status is that of the tests.
-fn strict_eval_script(row: &SweRow) -> Result<String, swe::SpecError> {
-    let script = swe::eval_script(row, Harness::V5_0_2)?;
-    Ok(format!("{script}exit \"$SWEBENCH_TEST_EXIT_CODE\"\n"))
 }
 
 /// What a strictly graded SWE-bench log shows besides its results. No reporter runs these tests.

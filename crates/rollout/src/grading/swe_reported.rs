@@ -8,7 +8,7 @@ use super::tests_run::{TestRun, run_reported};
 use crate::sandboxes::{file_entry, refused};
 use orchestrate_sandbox::{FileEntry, Sandbox, SandboxError};
 use orchestrate_tasks::reporter::{self, TestCommand, TestPlan};
-use orchestrate_tasks::swe::{LogParser, SweFamily, SweRow};
+use orchestrate_tasks::swe::{Harness, LogParser, SweFamily, SweRow};
 use orchestrate_tasks::{Task, TestStatus};
 use std::fmt::Write as _;
 
@@ -58,15 +58,16 @@ pub(super) struct SplitScript {
 }
 
 impl SplitScript {
-    /// Splits the script of `row`; `None` if it has another form than the harness's.
-    pub(super) fn of(script: &str, row: &SweRow) -> Option<Self> {
+    /// Splits the script of `row` in this version of the harness; `None` if it has another form than the
+    /// harness's.
+    pub(super) fn of(script: &str, row: &SweRow, harness: Harness) -> Option<Self> {
         let mut split = match row.family() {
             SweFamily::SweSmith => Self::without_set_up(script, row),
             _ => Self::from(script, &row.base_commit),
         }?;
         // Only for these parsers can a line be written that they read as the result.
         split.command.take_if(|_| {
-            let parser = row.log_parser();
+            let parser = row.log_parser(harness);
             parser.is_none_or(|parser| parser.line("", "").is_none())
                 || parser == Some(LogParser::PytestWorkers)
         });
@@ -185,9 +186,9 @@ fn test_command(tests: &str) -> Option<TestCommand> {
     Some(command)
 }
 
-/// The log that the harness would read for these results of `row`'s tests.
-pub(super) fn log_of(results: &[(String, TestStatus)], row: &SweRow) -> String {
-    let parser = row.log_parser().unwrap_or(LogParser::Pytest);
+/// The log that this version of the harness would read for these results of `row`'s tests.
+pub(super) fn log_of(results: &[(String, TestStatus)], row: &SweRow, harness: Harness) -> String {
+    let parser = row.log_parser(harness).unwrap_or(LogParser::Pytest);
     let mut log = format!("+ {START}");
     for (test, status) in results {
         let word = match status {
@@ -206,7 +207,7 @@ pub(super) fn log_of(results: &[(String, TestStatus)], row: &SweRow) -> String {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use orchestrate_tasks::swe::{Harness, eval_script};
+    use orchestrate_tasks::swe::eval_script;
 
     const SCRIPT: &str = "#!/bin/bash\nset -uxo pipefail\nsource /opt/miniconda3/bin/activate\n\
         conda activate testbed\ncd /testbed\nsed -i x /etc/locale.gen\nexport LANG=en_US.UTF-8\n\
@@ -224,7 +225,7 @@ mod tests {
 
     #[test]
     fn scripts_are_split_into_what_runs_code_of_the_tree_and_what_does_not() {
-        let split = SplitScript::of(SCRIPT, &row("c0ffee")).unwrap();
+        let split = SplitScript::of(SCRIPT, &row("c0ffee"), Harness::V4_1_0).unwrap();
         assert_eq!(
             split.prelude,
             "export LANG=en_US.UTF-8\ncd /testbed\nsed -i x /etc/locale.gen\n"
@@ -238,13 +239,13 @@ mod tests {
         ));
         assert!(!split.patch.contains("conda"));
         let plain = SCRIPT.replace("sed -i x /etc/locale.gen\n", "");
-        assert_eq!(SplitScript::of(&plain, &row("c0ffee")).unwrap().prelude, "");
-        assert!(SplitScript::of(SCRIPT, &row("decade")).is_none());
+        assert_eq!(SplitScript::of(&plain, &row("c0ffee"), Harness::V4_1_0).unwrap().prelude, "");
+        assert!(SplitScript::of(SCRIPT, &row("decade"), Harness::V4_1_0).is_none());
     }
 
     #[test]
     fn one_pytest_command_is_run_by_the_reporter() {
-        let split = SplitScript::of(SCRIPT, &row("c0ffee")).unwrap();
+        let split = SplitScript::of(SCRIPT, &row("c0ffee"), Harness::V4_1_0).unwrap();
         assert_eq!(split.command.unwrap().arguments, ["-rA", "tests/test_a.py"]);
         assert!(split.tests.contains("pytest -rA tests/test_a.py\nSWEBENCH_TEST_EXIT_CODE=$?"));
         for other in [
@@ -256,8 +257,23 @@ mod tests {
             "pytest -n4 a",
         ] {
             let script = SCRIPT.replace("pytest -rA tests/test_a.py", other);
-            assert_eq!(SplitScript::of(&script, &row("c0ffee")).unwrap().command, None, "{other}");
+            assert_eq!(
+                SplitScript::of(&script, &row("c0ffee"), Harness::V4_1_0).unwrap().command,
+                None,
+                "{other}"
+            );
         }
+    }
+
+    #[test]
+    fn the_parser_of_the_harness_decides_whether_the_reporter_runs_the_tests() {
+        let own = SweRow { log_parser: Some("parse_log_django".into()), ..row("c0ffee") };
+        let command = |harness| SplitScript::of(SCRIPT, &own, harness).unwrap().command;
+        assert!(command(Harness::V4_1_0).is_some(), "version 4 does not read the column");
+        assert_eq!(command(Harness::V5_0_2), None);
+        let results = [("t::a".to_owned(), TestStatus::Passed)];
+        let read = |harness| log_of(&results, &own, harness).contains("\nPASSED t::a\n");
+        assert_eq!(Harness::ALL.map(read), [true, false]);
     }
 
     #[test]
@@ -266,10 +282,10 @@ mod tests {
             ("tests/test_a.py::test_x".to_owned(), TestStatus::Passed),
             ("a\nPASSED b".to_owned(), TestStatus::Failed),
         ];
-        let log = log_of(&results, &row("c0"));
+        let log = log_of(&results, &row("c0"), Harness::V4_1_0);
         assert!(log.contains("\nPASSED tests/test_a.py::test_x\nFAILED a PASSED b\n"), "{log}");
         let funcy = SweRow { repo: "swesmith/Suor__funcy.207a7810".into(), ..SweRow::default() };
-        let log = log_of(&results, &funcy);
+        let log = log_of(&results, &funcy, Harness::V4_1_0);
         assert!(log.contains("\ntests/test_a.py::test_x PASSED\na PASSED b FAILED\n"), "{log}");
     }
 
@@ -280,7 +296,7 @@ mod tests {
             let tests = vec!["tests/a.py::t".into()];
             let row = SweRow { repo, fail_to_pass: tests, ..SweRow::default() };
             let script = eval_script(&row, Harness::V5_0_2).unwrap();
-            SplitScript::of(&script, &row).unwrap()
+            SplitScript::of(&script, &row, Harness::V4_1_0).unwrap()
         };
         let funcy = smith("Suor__funcy.207a7810");
         assert!(
@@ -301,7 +317,7 @@ mod tests {
     fn exported_values_reach_the_reporter_unless_a_shell_computes_them() {
         let command = |export: &str| {
             let script = SCRIPT.replace("export LANG=en_US.UTF-8", export);
-            SplitScript::of(&script, &row("c0ffee")).unwrap().command
+            SplitScript::of(&script, &row("c0ffee"), Harness::V4_1_0).unwrap().command
         };
         assert_eq!(command("export LANG=en_US.UTF-8").unwrap().env["LANG"], "en_US.UTF-8");
         assert_eq!(command("export PYTHONPATH=${PYTHONPATH:-}:$(pwd)"), None);

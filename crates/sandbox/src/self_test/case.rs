@@ -1,6 +1,7 @@
 //! What a case of the self-test does, and the outcome it expects.
 
 use crate::api::Exit;
+use std::fmt;
 
 /// One case of the self-test.
 #[derive(Debug, Clone, Copy)]
@@ -75,4 +76,37 @@ pub(super) enum ErrorClass {
     Damaged,
     TimedOut,
     Protocol,
+}
+
+impl fmt::Display for Expected {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Ends(exit) => write!(f, "{exit}"),
+            Self::Text(exit, text) => write!(f, "{exit} and the output {text:?}"),
+            Self::Bytes(exit, bytes) => {
+                write!(f, "{exit} and {bytes} bytes, of which both ends are kept")
+            }
+            Self::Contains(exit, text) => write!(f, "{exit} and an output with {text:?}"),
+            Self::OutputKilled => {
+                f.write_str("signal 9 for too much output, of which both ends are kept")
+            }
+            Self::OutOfMemory(exit) => write!(f, "{exit} and an out-of-memory kill"),
+            Self::Tree(paths) => write!(f, "the files {}", paths.join(", ")),
+            Self::Fails(class) => write!(f, "an error of the kind `{}`", class.name()),
+            Self::Replaced => f.write_str("another container"),
+        }
+    }
+}
+
+impl ErrorClass {
+    fn name(self) -> &'static str {
+        match self {
+            Self::Refused => "refused",
+            Self::TooLarge => "too large",
+            Self::Gone => "gone",
+            Self::Damaged => "damaged",
+            Self::TimedOut => "timed out",
+            Self::Protocol => "protocol",
+        }
+    }
 }

@@ -12,6 +12,68 @@ const DEFAULT_TIMEOUT_S: f64 = 600.0;
 /// The service of the agent's container in a compose file.
 const MAIN_SERVICE: &str = "main";
 
+/// The formats that are read.
+const FORMATS: [&str; 5] = ["1.0", "1.1", "1.2", "1.3", "1.4"];
+/// Keys of Harbor's data model, and older ones that it still reads.
+const ROOT: &[&str] = &[
+    "schema_version",
+    "version",
+    "task",
+    "metadata",
+    "verifier",
+    "agent",
+    "environment",
+    "solution",
+    "source",
+    "multi_step_reward_strategy",
+    "steps",
+    "artifacts",
+];
+const PACKAGE: &[&str] = &["name", "version", "description", "authors", "keywords"];
+const ENVIRONMENT: &[&str] = &[
+    "network_mode",
+    "allowed_hosts",
+    "build_timeout_sec",
+    "docker_image",
+    "os",
+    "cpus",
+    "memory_mb",
+    "memory",
+    "storage_mb",
+    "storage",
+    "gpus",
+    "gpu_types",
+    "tpu",
+    "mcp_servers",
+    "env",
+    "skills_dir",
+    "healthcheck",
+    "workdir",
+    "allow_internet",
+];
+const AGENT: &[&str] = &["timeout_sec", "user", "network_mode", "allowed_hosts"];
+const VERIFIER: &[&str] = &[
+    "timeout_sec",
+    "env",
+    "user",
+    "environment_mode",
+    "environment",
+    "collect",
+    "network_mode",
+    "allowed_hosts",
+];
+const COLLECT: &[&str] = &["command", "service", "timeout_sec", "user"];
+const STEP: &[&str] = &["name", "agent", "verifier", "min_reward", "healthcheck", "artifacts"];
+const HEALTHCHECK: &[&str] = &[
+    "command",
+    "interval_sec",
+    "timeout_sec",
+    "start_period_sec",
+    "start_interval_sec",
+    "retries",
+];
+const ARTIFACT: &[&str] = &["source", "destination", "exclude", "service"];
+
 /// A checked `task.toml`. Features that cannot run here are listed in [`Config::unsupported`].
 #[derive(Debug, Clone, Default)]
 pub(super) struct Config {
@@ -80,9 +142,17 @@ impl Config {
             .parse()
             .map_err(|error| HarborProblem::invalid(format!("task.toml is not TOML: {error}")))?;
         let root = Section::new(&table, "");
+        root.check_keys(ROOT)?;
         let mut reading = Reading::default();
         let version = if root.has("schema_version") { "schema_version" } else { "version" };
         let schema_version = root.text(version)?.unwrap_or("1.4").to_owned();
+        if !FORMATS.contains(&schema_version.as_str()) {
+            let [known @ .., last] = FORMATS;
+            reading.unsupported.push(format!(
+                "task.toml: {version} = \"{schema_version}\" (the formats {} and {last} are read)",
+                known.join(", ")
+            ));
+        }
         root.text("source")?;
         let metadata = root.section("metadata")?;
         let category = metadata.and_then(|section| section.get("category")?.as_str());
@@ -106,6 +176,7 @@ impl Config {
         let or_empty = |name| -> Result<Section<'_>, HarborProblem> {
             Ok(root.section(name)?.unwrap_or_else(|| Section::new(&empty, "")))
         };
+        or_empty("solution")?.check_keys(&["env"])?;
         Ok(Self {
             schema_version,
             package: package(root.section("task")?)?,
@@ -136,6 +207,7 @@ fn unique(steps: &[Step]) -> Result<(), HarborProblem> {
 /// The name `ORG/NAME` of a `[task]` section.
 fn package(section: Option<Section<'_>>) -> Result<Option<String>, HarborProblem> {
     let Some(section) = section else { return Ok(None) };
+    section.check_keys(PACKAGE)?;
     let name = section.text("name")?.ok_or_else(|| section.wrong("name", "is missing"))?;
     let part = |text: &str| {
         let is_valid = |c: char| c.is_ascii_alphanumeric() || matches!(c, '.' | '_' | '-');
@@ -167,6 +239,8 @@ struct Reading {
 
 impl Reading {
     fn environment(&mut self, section: &Section<'_>) -> Result<Environment, HarborProblem> {
+        section.check_keys(ENVIRONMENT)?;
+        section.check_limit("build_timeout_sec")?;
         match section.text("os")?.map(str::to_lowercase).as_deref() {
             None | Some("linux") => {}
             Some("windows") => self.unsupported.push("Windows containers".to_owned()),
@@ -207,6 +281,8 @@ impl Reading {
     }
 
     fn agent(&mut self, section: &Section<'_>) -> Result<Agent, HarborProblem> {
+        section.check_keys(AGENT)?;
+        section.check_limit("timeout_sec")?;
         self.user(section, "agent")?;
         let timeout_s = section.number("timeout_sec")?;
         Ok(Agent {
@@ -216,6 +292,8 @@ impl Reading {
     }
 
     fn verifier(&mut self, section: &Section<'_>) -> Result<Verifier, HarborProblem> {
+        section.check_keys(VERIFIER)?;
+        section.check_limit("timeout_sec")?;
         self.user(section, "verifier")?;
         let is_separate = match section.text("environment_mode")? {
             None => None,
@@ -246,6 +324,8 @@ impl Reading {
     }
 
     fn collect_hook(&mut self, hook: &Section<'_>) -> Result<Option<CollectHook>, HarborProblem> {
+        hook.check_keys(COLLECT)?;
+        hook.check_limit("timeout_sec")?;
         let command = hook.text("command")?.ok_or_else(|| hook.wrong("command", "is missing"))?;
         self.user(hook, "collect hook")?;
         let timeout_s = hook.number("timeout_sec")?.unwrap_or(60.0);
@@ -258,6 +338,7 @@ impl Reading {
     }
 
     fn step(&mut self, section: &Section<'_>) -> Result<Step, HarborProblem> {
+        section.check_keys(STEP)?;
         let name = section.text("name")?.ok_or_else(|| section.wrong("name", "is missing"))?;
         check_step_name(name)?;
         let empty = Table::new();
@@ -289,6 +370,8 @@ impl Reading {
 
     fn healthcheck(&mut self, section: &Section<'_>) -> Result<Option<Healthcheck>, HarborProblem> {
         let Some(check) = section.section("healthcheck")? else { return Ok(None) };
+        check.check_keys(HEALTHCHECK)?;
+        check.check_limit("timeout_sec")?;
         let command = check.text("command")?.ok_or_else(|| check.wrong("command", "is missing"))?;
         let retries = check.whole("retries")?.unwrap_or(3);
         // The first failure ends a check with a number below 1, as in Harbor.
@@ -328,6 +411,7 @@ impl Reading {
     }
 
     fn artifact(&mut self, entry: &Section<'_>) -> Result<Option<Artifact>, HarborProblem> {
+        entry.check_keys(ARTIFACT)?;
         let source = entry.text("source")?.ok_or_else(|| entry.wrong("source", "is missing"))?;
         if source.split('/').any(|part| part == "..") {
             return Err(entry.wrong("source", "must not contain `..`"));

@@ -175,7 +175,11 @@ impl Reader<'_> {
         let text = self.folder.text(relative)?;
         let text = text.ok_or_else(|| HarborProblem::invalid(format!("{relative} is missing")))?;
         // Python reads text files with universal newlines.
-        Ok(without_canary(&text.replace("\r\n", "\n").replace('\r', "\n")))
+        let text = without_canary(&text.replace("\r\n", "\n").replace('\r', "\n"));
+        if text.trim().is_empty() {
+            return Err(HarborProblem::Mistake(format!("{relative} is empty")));
+        }
+        Ok(text)
     }
 
     fn refuse_trajectory(&self, relative: &str) -> Result<(), HarborProblem> {

@@ -73,10 +73,15 @@ fn of_files(
             let number = std::str::from_utf8(text).ok().and_then(python_float);
             let number = number.filter(|number| number.is_finite());
             let number = number.ok_or(RewardProblem::Invalid(text_name))?;
-            Ok(BTreeMap::from([("reward".to_owned(), number)]))
+            Ok(BTreeMap::from([("reward".to_owned(), without_sign_of_zero(number))]))
         }
         (None, None) => Err(RewardProblem::Missing),
     }
+}
+
+/// The number, with 0 for -0, which would be shown as another number.
+fn without_sign_of_zero(number: f64) -> f64 {
+    number + 0.0
 }
 
 /// The numbers of `reward.json`. Harbor takes the last of several with one name; which of them the tests mean
@@ -91,7 +96,8 @@ fn of_json(json: &[u8]) -> Result<BTreeMap<String, f64>, RewardProblem> {
     let numbers = object.into_iter().map(|(name, value)| match value {
         Value::Bool(flag) => Some((name, f64::from(u8::from(flag)))),
         Value::Number(number) => {
-            number.as_f64().filter(|number| number.is_finite()).map(|number| (name, number))
+            let number = number.as_f64().filter(|number| number.is_finite());
+            number.map(|number| (name, without_sign_of_zero(number)))
         }
         _ => None,
     });
@@ -162,6 +168,16 @@ mod tests {
             (Some(""), Some("1"), Err(RewardProblem::Empty("reward.json"))),
         ] {
             assert_eq!(of(json, text), expected, "{json:?} {text:?}");
+        }
+    }
+
+    #[test]
+    fn a_zero_has_no_sign() {
+        for (json, text) in
+            [(Some("{\"reward\": -0.0, \"style\": -0.0}"), None), (None, Some("-0"))]
+        {
+            let found = rewards(json.map(str::as_bytes), text.map(str::as_bytes)).unwrap();
+            assert!(found.values().all(|reward| reward.to_string() == "0"), "{found:?}");
         }
     }
 }

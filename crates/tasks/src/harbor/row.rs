@@ -341,6 +341,9 @@ impl HarborRow {
 
     fn check_step(&self, step: &HarborStep) -> Result<(), ColumnProblem> {
         crate::column::text("harbor.instruction", &step.instruction)?;
+        if step.instruction.trim().is_empty() {
+            return Err(ColumnProblem::new("harbor.instruction", "it is empty"));
+        }
         let separate = step.verifier.separate.iter().flat_map(|image| &image.uploads);
         let lists = [&step.files, &step.tests, &step.solution, &self.image.uploads];
         for file in lists.into_iter().flatten().chain(separate) {
@@ -351,8 +354,9 @@ impl HarborRow {
             }
         }
         let times = [Some(step.verifier.timeout_s), step.agent_timeout_s];
-        if times.into_iter().flatten().any(|time| !(0.0..=86_400.0).contains(&time)) {
-            return Err(ColumnProblem::new("harbor.timeout_s", "it must be at most a day"));
+        if times.into_iter().flatten().any(|time| !(time > 0.0 && time <= 86_400.0)) {
+            let reason = "it must be more than 0 seconds, and at most a day";
+            return Err(ColumnProblem::new("harbor.timeout_s", reason));
         }
         for artifact in &step.verifier.artifacts {
             let path = artifact.source.trim_matches('/');

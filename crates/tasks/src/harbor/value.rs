@@ -1,7 +1,19 @@
 //! Values of a `task.toml`, converted by the rules of Harbor's data model.
 
+use crate::keys;
 use std::collections::BTreeMap;
 use toml::{Table, Value};
+
+/// Names that other tools give to keys, with Harbor's.
+const OTHER_NAMES: &[(&str, &str)] = &[
+    ("timeout", "timeout_sec"),
+    ("timeout_s", "timeout_sec"),
+    ("timeout_seconds", "timeout_sec"),
+    ("build_timeout", "build_timeout_sec"),
+    ("build_timeout_s", "build_timeout_sec"),
+    ("image", "docker_image"),
+    ("image_name", "docker_image"),
+];
 
 /// Why a task folder is refused.
 #[derive(Debug, Clone, PartialEq, Eq, thiserror::Error)]
@@ -12,6 +24,9 @@ pub enum HarborProblem {
     /// Harbor can run it, and this program cannot.
     #[error("not supported: {0}")]
     Unsupported(String),
+    /// Harbor would run it, but not as its author means.
+    #[error("{0}")]
+    Mistake(String),
 }
 
 impl HarborProblem {
@@ -48,6 +63,36 @@ impl<'a> Section<'a> {
         let place =
             if self.name.is_empty() { key.to_owned() } else { format!("{}.{key}", self.name) };
         HarborProblem::invalid(format!("task.toml: {place} {what}"))
+    }
+
+    /// Fails for an unknown key that looks like one of `known`. Harbor ignores it, and takes the
+    /// default for the one that is meant.
+    pub(super) fn check_keys(&self, known: &[&str]) -> Result<(), HarborProblem> {
+        let is_known = |key: &&str| known.contains(key);
+        let other_names = OTHER_NAMES.iter().copied().filter(|(_, name)| is_known(name));
+        let other_names: Vec<(&str, &str)> = other_names.collect();
+        // Only the keys matter, and whether a known one has a text.
+        let fields = self.table.iter().map(|(key, value)| {
+            let text = value.as_str().unwrap_or_else(|| value.type_str());
+            (key.clone(), serde_json::Value::from(text))
+        });
+        keys::check(&fields.collect(), known, &other_names).map_err(|reason| {
+            let place = match self.name {
+                "" => String::new(),
+                name => format!(" [{name}]"),
+            };
+            HarborProblem::Mistake(format!("task.toml:{place} {reason}"))
+        })
+    }
+
+    /// Fails if the value of `key` is a time limit of 0, which always runs out.
+    pub(super) fn check_limit(&self, key: &str) -> Result<(), HarborProblem> {
+        let is_zero = self.get(key).and_then(number).is_some_and(|seconds| seconds.abs() <= 0.0);
+        if is_zero {
+            let problem = self.wrong(key, "is 0, a time limit that always runs out");
+            return Err(HarborProblem::Mistake(problem.to_string()));
+        }
+        Ok(())
     }
 
     pub(super) fn text(&self, key: &str) -> Result<Option<&'a str>, HarborProblem> {

@@ -2,7 +2,7 @@
 //!
 //! `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` apply as they do to Hugging Face's own libraries.
 
-use super::hub_files::{Ambiguous, only_split, same_part, with_rows};
+use super::hub_files::{Ambiguous, missing_shard, only_split, same_part, with_rows};
 use camino::Utf8PathBuf;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Repo, RepoType};
@@ -73,6 +73,19 @@ pub enum HubError {
         names: String,
         /// A path that matches the files of one of them.
         example: String,
+    },
+    /// A shard of the split is missing, so that its rows would be left out.
+    #[error(
+        "data set {id} at `{revision}` lacks the file {missing}, which the names of the others promise; \
+         use another revision"
+    )]
+    MissingShard {
+        /// The data set.
+        id: String,
+        /// Branch, tag or commit.
+        revision: String,
+        /// The file.
+        missing: String,
     },
     /// A file cannot be downloaded.
     #[error("cannot fetch {file} of data set {id}; what was downloaded is kept, so run again")]
@@ -173,27 +186,37 @@ impl HubSource {
             wanted: wanted.to_owned(),
             found: if rows.is_empty() { "none".to_owned() } else { rows.join(", ") },
         };
-        let owned = |files: Vec<&str>| files.into_iter().map(str::to_owned).collect();
         let Some(path) = &self.path else {
             if rows.is_empty() {
                 return Err(no_match("*.parquet or *.jsonl"));
             }
             let id = self.id.clone();
-            return only_split(&rows).map(owned).map_err(|Ambiguous { what, names, example }| {
+            let chosen = only_split(&rows).map_err(|Ambiguous { what, names, example }| {
                 HubError::Ambiguous { id, what, names: names.join(", "), example }
-            });
+            })?;
+            return self.complete(&rows, chosen);
         };
         let found: Vec<&str> = rows.iter().copied().filter(|file| matches(path, file)).collect();
         if found.is_empty() {
             return Err(no_match(path));
         }
         let (id, path) = (self.id.clone(), path.clone());
-        same_part(&found).map(owned).map_err(|Ambiguous { names, example, .. }| HubError::Mixed {
-            id,
-            path,
-            names: names.join(", "),
-            example,
-        })
+        let chosen = same_part(&found).map_err(|Ambiguous { names, example, .. }| {
+            HubError::Mixed { id, path, names: names.join(", "), example }
+        })?;
+        self.complete(&rows, chosen)
+    }
+
+    /// The files that were chosen among `rows`, of whose shards the data set has all.
+    fn complete(&self, rows: &[&str], chosen: Vec<&str>) -> Result<Vec<String>, HubError> {
+        match missing_shard(rows, &chosen) {
+            None => Ok(chosen.into_iter().map(str::to_owned).collect()),
+            Some(missing) => Err(HubError::MissingShard {
+                id: self.id.clone(),
+                revision: self.revision.clone(),
+                missing,
+            }),
+        }
     }
 }
 

@@ -112,6 +112,22 @@ pub(super) struct Ambiguous {
     pub(super) example: String,
 }
 
+/// The name of a file that is missing in `files`: a shard of the same file as one of `chosen`, whose
+/// name says how many there are.
+pub(super) fn missing_shard(files: &[&str], chosen: &[&str]) -> Option<String> {
+    chosen.iter().find_map(|file| {
+        let shard = Shard::of_file(file)?;
+        let others = files.iter().filter_map(|other| Shard::of_file(other));
+        let present: BTreeSet<u64> =
+            others.filter(|other| other.is_beside(&shard)).map(|other| other.index).collect();
+        // Some tools count from 1.
+        let first = u64::from(!present.contains(&0) && present.contains(&shard.count));
+        let index = (first..shard.count + first).find(|index| !present.contains(index))?;
+        let (before, width) = (shard.before, shard.width);
+        Some(format!("{before}{index:0width$}{}", shard.after))
+    })
+}
+
 /// The files, if all of them belong to one split of one configuration.
 ///
 /// # Errors
@@ -166,21 +182,65 @@ fn stem(name: &str) -> &str {
 
 /// A name without the number of a shard: `train` for `train-00000-of-00003` and for `train-0000`.
 fn without_shard(stem: &str) -> &str {
-    let is_number = |text: &str| !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit());
-    let of_many = stem.match_indices("-of-").find_map(|(at, _)| {
-        let (before, after) = (stem.get(..at)?, stem.get(at + 4..)?);
-        let count = after.split(['-', '_', '.']).next().filter(|count| is_number(count));
-        let (name, number) = before.rsplit_once('-').unwrap_or(("", before));
-        // A hash may follow the count, but the name of a split is part of the name.
-        let is_shard = count.is_some() && is_number(number) && Part::all_in(after).is_empty();
-        is_shard.then_some(name)
-    });
-    if let Some(name) = of_many {
-        return name;
+    if let Some(shard) = Shard::of_stem(stem) {
+        return shard.before.strip_suffix('-').unwrap_or(shard.before);
     }
     let (name, number) = stem.rsplit_once(['-', '_', '.']).unwrap_or(("", stem));
     let is_shard = number.starts_with('0') || number.len() >= SHARD_DIGITS;
     if is_number(number) && is_shard { name } else { stem }
+}
+
+fn is_number(text: &str) -> bool {
+    !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+/// The name of one file of a known number of them, as `train-00000-of-00003`.
+#[derive(Debug, PartialEq, Eq)]
+struct Shard<'a> {
+    /// What is before the number.
+    before: &'a str,
+    index: u64,
+    /// Digits of the number.
+    width: usize,
+    count: u64,
+    /// What is after the number.
+    after: &'a str,
+    /// What is after the number of files: an extension, and a hash before it in some data sets.
+    end: &'a str,
+}
+
+impl<'a> Shard<'a> {
+    fn of_stem(stem: &'a str) -> Option<Self> {
+        stem.match_indices("-of-").find_map(|(at, _)| {
+            let (numbered, after) = (stem.get(..at)?, stem.get(at..)?);
+            let count = after.get(4..)?.split(['-', '_', '.']).next()?;
+            let start = numbered.rfind('-').map_or(0, |dash| dash + 1);
+            let (before, index) = numbered.split_at_checked(start)?;
+            let end = after.get(4 + count.len()..)?;
+            // A hash may follow the count, but the name of a split is part of the name.
+            let is_shard = is_number(index) && is_number(count) && Part::all_in(end).is_empty();
+            let width = index.len();
+            let (index, count) = (index.parse().ok()?, count.parse().ok()?);
+            is_shard.then_some(Self { before, index, width, count, after, end })
+        })
+    }
+
+    fn of_file(file: &'a str) -> Option<Self> {
+        let name = file.rfind('/').map_or(0, |slash| slash + 1);
+        let shard = Self::of_stem(file.get(name..)?)?;
+        let before = file.get(..name + shard.before.len())?;
+        Some(Self { before, ..shard })
+    }
+
+    /// Whether two files are parts of the same whole. Their hashes differ.
+    fn is_beside(&self, other: &Self) -> bool {
+        let is_same = |of: fn(&Self) -> &str| of(self) == of(other);
+        let extension =
+            |end: &str| end.split_once('.').map_or("", |(_, extension)| extension).to_owned();
+        is_same(|shard| shard.before)
+            && self.count == other.count
+            && extension(self.end) == extension(other.end)
+    }
 }
 
 /// A path that matches all shards of `file`'s split, and no other file of its folder.
@@ -311,6 +371,36 @@ mod tests {
             assert_eq!(only_split(&files).unwrap_err().what, "splits", "{files:?}");
             assert_eq!(same_part(&files).unwrap_err().what, "splits", "{files:?}");
         }
+    }
+
+    #[test]
+    fn a_shard_that_the_data_set_lacks_is_named() {
+        let missing = |files: &[&str], chosen: &[&str]| missing_shard(files, chosen);
+        for (files, right) in [
+            (vec!["train-00000-of-00002.parquet"], "train-00001-of-00002.parquet"),
+            (vec!["d/t-1-of-3.jsonl", "d/t-3-of-3.jsonl"], "d/t-2-of-3.jsonl"),
+            (
+                vec!["d/train-00001-of-00002-1b2c3d.parquet", "e/train-00000-of-00002.parquet"],
+                "d/train-00000-of-00002-1b2c3d.parquet",
+            ),
+            (
+                vec!["a-00000-of-00002.parquet", "a-00001-of-00002.jsonl"],
+                "a-00001-of-00002.parquet",
+            ),
+        ] {
+            assert_eq!(missing(&files, &files).as_deref(), Some(right), "{files:?}");
+        }
+        for files in [
+            vec!["train-00000-of-00001.parquet"],
+            vec!["t-2-of-2.jsonl", "t-1-of-2.jsonl"],
+            vec!["t-00000-of-00002-aa.parquet", "t-00001-of-00002-bb.parquet"],
+            vec!["0000.parquet", "0002.parquet"],
+            vec!["best-of-8.jsonl"],
+        ] {
+            assert_eq!(missing(&files, &files), None, "{files:?}");
+        }
+        let whole = ["t-00000-of-00002.parquet", "t-00001-of-00002.parquet"];
+        assert_eq!(missing(&whole, &whole[1..]), None);
     }
 
     #[test]

@@ -91,13 +91,23 @@ pub fn rows(seed: u64, counts: MicroCounts) -> Vec<R2eRow> {
     instances(seed, counts).map(|(id, split, instance)| instance.row(id, split)).collect()
 }
 
+/// Whether [`generate`] gives a task this id if it generates enough of them.
+pub fn is_id(id: &str) -> bool {
+    let is_index = |n: &str| n.parse().is_ok_and(|index: usize| format!("{index:06}") == n);
+    let number = |name: &str| id.strip_prefix(&format!("micro__{name}_"));
+    PARTS.iter().any(|(_, name)| number(name).is_some_and(is_index))
+}
+
+/// The parts, with their names in ids.
+const PARTS: [(Split, &str); 3] = [
+    (Split::Train, "train"),
+    (Split::HeldOut, "held_out"),
+    (Split::HeldOutFamilies, "held_out_families"),
+];
+
 fn instances(seed: u64, counts: MicroCounts) -> impl Iterator<Item = (String, Split, Instance)> {
-    let parts = [
-        (Split::Train, "train", counts.train),
-        (Split::HeldOut, "held_out", counts.held_out),
-        (Split::HeldOutFamilies, "held_out_families", counts.held_out_families),
-    ];
-    parts.into_iter().flat_map(move |(split, name, count)| {
+    let counts = [counts.train, counts.held_out, counts.held_out_families];
+    PARTS.into_iter().zip(counts).flat_map(move |((split, name), count)| {
         let mut rng = draw::generator(seed, name);
         let mut seen = HashSet::new();
         (0..count).map(move |n| {

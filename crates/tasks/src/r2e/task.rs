@@ -107,6 +107,9 @@ impl R2eRow {
         ImageName::new(self.docker_image.as_str())
             .map_err(|error| ColumnProblem::new("docker_image", error))?;
         column::text("problem_statement", &self.problem_statement)?;
+        if self.issue().trim().is_empty() {
+            return Err(ColumnProblem::new("problem_statement", "it is empty"));
+        }
         column::tests("expected_output_json", self.expected_output_json.keys())?;
         let result = &self.execution_result_content;
         column::files("execution_result_content", &result.test_file_codes)?;

@@ -29,8 +29,8 @@ pub use parsers::LogParser;
 pub use reading::{DidNotRun, InfraFailure, Reading};
 pub use rebench::{Commands, InstallConfig};
 pub use row::{EvalType, SweRow};
-pub use script::{eval_script, test_directives, test_files};
-pub use spec::{SPECS, Spec, SpecError, spec};
+pub use script::{eval_script, strict_eval_script, test_directives, test_files};
+pub use spec::{SPECS, Spec, SpecError};
 pub use status::{OTHER_NAMES_BYTES, Status, StatusMap};
 pub use verdict::{Outcomes, Report, Resolution, TestsStatus, grade};
 
@@ -39,7 +39,20 @@ use serde::{Deserialize, Serialize};
 use std::str::FromStr;
 
 /// A version of SWE-bench's harness.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize, JsonSchema)]
+#[derive(
+    Debug,
+    Clone,
+    Copy,
+    PartialEq,
+    Eq,
+    PartialOrd,
+    Ord,
+    Hash,
+    Default,
+    Serialize,
+    Deserialize,
+    JsonSchema,
+)]
 #[schemars(rename = "HarnessVersion")]
 pub enum Harness {
     /// The rules of published numbers up to 2026.

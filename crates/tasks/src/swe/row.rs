@@ -3,11 +3,11 @@
 use super::family::SweFamily;
 use super::parsers::LogParser;
 use super::rebench::InstallConfig;
-use super::spec::{self, spec};
+use super::spec::{self, Spec, SpecError};
 use super::{Harness, smith};
 use crate::column::{self, ColumnProblem};
 use crate::patch;
-use orchestrate_types::{ImageName, TaskId};
+use orchestrate_types::{ImageName, TaskId, TestTimeout};
 use serde::{Deserialize, Serialize};
 
 /// A row of SWE-bench (full, Lite or Verified), with the columns of version 4 or 5 of the harness,
@@ -66,6 +66,10 @@ pub struct SweRow {
         deserialize_with = "crate::json_column::deserialize"
     )]
     pub install_config: Option<InstallConfig>,
+    /// Time limit of the evaluation script, written in seconds, where the harness's own 30 minutes do
+    /// not fit the row.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub test_timeout_s: Option<TestTimeout>,
 }
 
 /// Which tests a repository's test runner reports.
@@ -80,7 +84,7 @@ pub enum EvalType {
 
 impl SweRow {
     /// The columns that are read.
-    pub const COLUMNS: [&str; 16] = [
+    pub const COLUMNS: [&str; 17] = [
         "instance_id",
         "repo",
         "version",
@@ -97,6 +101,7 @@ impl SweRow {
         "log_parser",
         "eval_type",
         "install_config",
+        "test_timeout_s",
     ];
 
     /// The data set that the row belongs to, recognised by its columns and its repository.
@@ -112,7 +117,7 @@ impl SweRow {
         }
     }
 
-    /// The reason why the row cannot be a task; `None` if it can.
+    /// The reason why the row cannot be a task, whatever the version of the harness; `None` if it can.
     pub fn problem(&self) -> Option<String> {
         let is_smith = self.family() == SweFamily::SweSmith;
         for (column, text) in [
@@ -147,18 +152,44 @@ impl SweRow {
             }
             SweFamily::SweBench | SweFamily::SweGym => {}
         }
-        if self.log_parser().is_none() {
-            let (column, named) = match &self.log_parser {
-                Some(name) => ("log_parser", name),
-                None => ("repo", &self.repo),
-            };
-            return Some(format!("column `{column}`: no log parser for `{named}`"));
-        }
-        if self.eval_script.is_some() {
+        // If neither version can grade the row, the reason is that of the one that reads more columns.
+        let of_version_4 = self.problem_of(Harness::V4_1_0);
+        of_version_4.and_then(|_| self.problem_of(Harness::V5_0_2)).map(|p| p.to_string())
+    }
+
+    /// The reason why this version of the harness cannot grade the row, which another version can,
+    /// with the remedy; `None` if it can.
+    pub fn problem_with(&self, harness: Harness) -> Option<String> {
+        let problem = self.problem_of(harness)?;
+        let other = Harness::ALL.into_iter().find(|&other| self.problem_of(other).is_none());
+        let remedy = other.map(|other| {
+            let version = other.version();
+            format!("; this row needs reward.harness = \"{version}\" (grade: --harness {version})")
+        });
+        Some(format!("{problem}{}", remedy.unwrap_or_default()))
+    }
+
+    /// The reason why this version of the harness cannot run the row's tests or parse their log.
+    fn problem_of(&self, harness: Harness) -> Option<ColumnProblem> {
+        if !matches!(self.family(), SweFamily::SweBench | SweFamily::SweGym) {
             return None;
         }
-        let version = spec(&self.repo, &self.version).err();
-        version.map(|error| format!("column `version`: {error}"))
+        if self.log_parser(harness).is_none() {
+            return Some(match (harness, &self.log_parser, &self.eval_script) {
+                (Harness::V5_0_2, Some(name), _) => {
+                    ColumnProblem::new("log_parser", format!("no log parser for `{name}`"))
+                }
+                (Harness::V4_1_0, _, Some(_)) => {
+                    ColumnProblem::new("repo", SpecError::OwnScript(self.repo.clone()))
+                }
+                _ => ColumnProblem::new("repo", format!("no log parser for `{}`", self.repo)),
+            });
+        }
+        if let Some(script) = self.own_script(harness) {
+            let is_empty = script.trim().is_empty();
+            return is_empty.then(|| ColumnProblem::new("eval_script", "it is empty"));
+        }
+        self.spec().err().map(|error| ColumnProblem::new("version", error))
     }
 
     /// Checks the columns one by one.
@@ -231,17 +262,33 @@ impl SweRow {
         }
     }
 
-    /// The parser of the row's test logs: the one that the row names, else that of its repository.
-    /// `None` if it is unknown.
-    pub fn log_parser(&self) -> Option<LogParser> {
-        match self.family() {
-            SweFamily::SweSmith => return smith::profile(&self.repo).map(|profile| profile.parser),
-            SweFamily::SweRebench => return self.install_config.as_ref()?.log_parser(),
-            SweFamily::SweBench | SweFamily::SweGym => {}
+    /// The parser of the row's test logs in this version of SWE-bench's harness: version 5 uses the one
+    /// that the row names. Version 4, and every version for a row that names none, uses that of its
+    /// repository. `None` if it is unknown. Other data sets' harnesses have one parser for a row.
+    pub fn log_parser(&self, harness: Harness) -> Option<LogParser> {
+        let family = self.family();
+        match (family, harness, &self.log_parser) {
+            (SweFamily::SweSmith, ..) => smith::profile(&self.repo).map(|profile| profile.parser),
+            (SweFamily::SweRebench, ..) => self.install_config.as_ref()?.log_parser(),
+            (SweFamily::SweBench, Harness::V5_0_2, Some(name)) => LogParser::named(name),
+            (SweFamily::SweBench | SweFamily::SweGym, ..) => spec::parser(family, &self.repo),
         }
-        match &self.log_parser {
-            Some(name) => LogParser::named(name),
-            None => spec::parser(&self.repo),
+    }
+
+    /// The row's own evaluation script, if this version of the harness reads it.
+    pub(super) fn own_script(&self, harness: Harness) -> Option<&str> {
+        match harness {
+            Harness::V4_1_0 => None,
+            Harness::V5_0_2 => self.eval_script.as_deref(),
+        }
+    }
+
+    /// The table's entry for the row.
+    pub(super) fn spec(&self) -> Result<&'static Spec, SpecError> {
+        let spec = spec::spec(self.family(), &self.repo, &self.version);
+        match (spec, &self.eval_script) {
+            (Err(SpecError::Repo(repo)), Some(_)) => Err(SpecError::OwnScript(repo)),
+            (spec, _) => spec,
         }
     }
 
@@ -258,6 +305,7 @@ impl SweRow {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use std::time::Duration;
 
     #[test]
     fn every_column_is_listed() {
@@ -269,6 +317,7 @@ mod tests {
             log_parser: Some(String::new()),
             eval_type: Some(EvalType::FailOnly),
             install_config: Some(InstallConfig::default()),
+            test_timeout_s: Some(TestTimeout::nearest(Duration::MAX)),
             ..SweRow::default()
         };
         let value = serde_json::to_value(row).unwrap();

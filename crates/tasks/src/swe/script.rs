@@ -1,7 +1,7 @@
 //! Writes the script that a grading container runs, byte for byte as the harness does.
 
 use super::parsers::pattern;
-use super::spec::{SpecError, spec};
+use super::spec::SpecError;
 use super::{Harness, SweFamily, SweRow};
 use regex::Regex;
 use std::sync::LazyLock;
@@ -18,22 +18,38 @@ const NOT_TESTS: [&str; 11] =
 ///
 /// For version 5, it is the row's `eval_script` column with commands that log the test command's
 /// exit code. A row without that column gets the script of version 4 with the same commands added.
+/// Version 4 does not read that column.
 /// For a row of SWE-Gym or SWE-rebench it is that of version 4 with the commands of the data set,
 /// and for one of SWE-smith the script of its own harness.
 ///
 /// # Errors
 /// If the row's repository or version is unknown.
 pub fn eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> {
-    let lines = match (harness, &row.eval_script) {
-        (Harness::V5_0_2, Some(script)) => {
+    script(row, harness, harness == Harness::V5_0_2)
+}
+
+/// The script of `harness` for strict grading: it logs the exit code of the tests, as that of version
+/// 5 does, and exits with it.
+///
+/// # Errors
+/// As [`eval_script`].
+pub fn strict_eval_script(row: &SweRow, harness: Harness) -> Result<String, SpecError> {
+    Ok(format!("{}exit \"$SWEBENCH_TEST_EXIT_CODE\"\n", script(row, harness, true)?))
+}
+
+/// The script of `harness`, with commands that log the test command's exit code if
+/// `logs_exit_code` is true.
+fn script(row: &SweRow, harness: Harness, logs_exit_code: bool) -> Result<String, SpecError> {
+    let lines = match row.own_script(harness) {
+        Some(script) => {
             let is_line = |line: &&str| !matches!(*line, "#!/bin/bash" | "set -uxo pipefail");
             crate::text::strip(script).split('\n').filter(is_line).map(ToOwned::to_owned).collect()
         }
-        _ if row.family() == SweFamily::SweSmith => smith_lines(row)?,
-        _ => version_4_lines(row)?,
+        None if row.family() == SweFamily::SweSmith => smith_lines(row)?,
+        None => version_4_lines(row)?,
     };
     let mut script = "#!/bin/bash\nset -uxo pipefail\n".to_owned();
-    let mut needs_exit_code = harness == Harness::V5_0_2;
+    let mut needs_exit_code = logs_exit_code;
     for line in lines {
         let is_end_of_tests = needs_exit_code && line.contains(END_MARKER);
         needs_exit_code &= !is_end_of_tests;
@@ -86,7 +102,7 @@ impl RowCommands {
     fn of(row: &SweRow) -> Result<Self, SpecError> {
         let mut directives = test_directives(&row.repo, &row.test_patch);
         let Some(config) = &row.install_config else {
-            let spec = spec(&row.repo, &row.version)?;
+            let spec = row.spec()?;
             if row.repo == MYPY {
                 directives = vec![mypy_cases(&row.test_patch)];
             }

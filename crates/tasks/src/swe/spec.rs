@@ -1,6 +1,7 @@
 //! The harness's table of repositories: how the tests of each version are run and their log is
 //! parsed.
 
+use super::SweFamily;
 use super::gym;
 use super::parsers::LogParser;
 
@@ -30,6 +31,12 @@ pub enum SpecError {
          `eval_script` or `install_config`"
     )]
     Repo(String),
+    /// The repository is unknown, and the harness does not read the row's own script.
+    #[error(
+        "repository `{0}` is not in the table of SWE-bench's harness 4.1.0, which does not read the \
+         column `eval_script`"
+    )]
+    OwnScript(String),
     /// The repository is known, but not this version of it.
     #[error("version `{version}` of `{repo}` is not in the data set's table; known: {known}")]
     Version {
@@ -42,12 +49,16 @@ pub enum SpecError {
     },
 }
 
-/// The table's entry for a version of a repository.
+/// The entry for a version of a repository in the table of a row's data set.
 ///
 /// # Errors
 /// If the repository or the version is unknown.
-pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
-    let of_repo = || of(repo);
+pub(super) fn spec(
+    family: SweFamily,
+    repo: &str,
+    version: &str,
+) -> Result<&'static Spec, SpecError> {
+    let of_repo = || of(family, repo);
     let found = of_repo().find(|spec| spec.versions.split(' ').any(|known| known == version));
     found.ok_or_else(|| {
         let known: Vec<_> = of_repo().map(|spec| spec.versions).collect();
@@ -59,14 +70,17 @@ pub fn spec(repo: &str, version: &str) -> Result<&'static Spec, SpecError> {
 }
 
 /// The entries of a repository in SWE-bench's table, or in SWE-Gym's, which ignores case.
-fn of(repo: &str) -> impl Iterator<Item = &'static Spec> {
-    let of_gym = gym::SPECS.iter().filter(move |spec| spec.repo.eq_ignore_ascii_case(repo));
-    SPECS.iter().filter(move |spec| spec.repo == repo).chain(of_gym)
+fn of(family: SweFamily, repo: &str) -> impl Iterator<Item = &'static Spec> {
+    let is_gym = family == SweFamily::SweGym;
+    let table = if is_gym { gym::SPECS } else { SPECS };
+    table
+        .iter()
+        .filter(move |spec| spec.repo == repo || is_gym && spec.repo.eq_ignore_ascii_case(repo))
 }
 
 /// The log parser of a repository, whatever its version.
-pub(super) fn parser(repo: &str) -> Option<LogParser> {
-    of(repo).next().map(|spec| spec.parser)
+pub(super) fn parser(family: SweFamily, repo: &str) -> Option<LogParser> {
+    of(family, repo).next().map(|spec| spec.parser)
 }
 
 /// Whether a repository is one of those that SWE-Gym adds to SWE-bench's.

@@ -3,7 +3,7 @@
 use super::{Report, SweFamily, SweRow};
 use crate::r2e::WORKDIR;
 use crate::task::{Origin, Split, Task, TestStatus, Verdict};
-use orchestrate_types::TaskId;
+use orchestrate_types::{TaskId, TestTimeout};
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -30,7 +30,7 @@ impl SweRow {
             agent_files: Vec::new(),
             hidden_files: Vec::new(),
             test_command: "/bin/bash /eval.sh".to_owned(),
-            test_timeout: TEST_TIMEOUT,
+            test_timeout: self.test_timeout_s.map_or(TEST_TIMEOUT, TestTimeout::get),
             expected: tests.map(|test| (test.clone(), TestStatus::Passed)).collect(),
             gold_patch: self.gold_patch(),
             origin: Origin::SweBench(Box::new(self.clone())),

@@ -126,7 +126,7 @@ impl Report {
 /// If reading fails, no log parser is known for the repository, or the harness itself would raise
 /// an exception. The harness counts all of these as errors of the instance and writes no report.
 pub fn grade(row: &SweRow, harness: Harness, log: impl BufRead) -> Result<Report, LogError> {
-    let parser = row.log_parser().ok_or_else(|| LogError::Parser(row.repo.clone()))?;
+    let parser = row.log_parser(harness).ok_or_else(|| LogError::Parser(row.repo.clone()))?;
     let tests = row.fail_to_pass.iter().chain(&row.pass_to_pass);
     let wanted = StatusMap::for_tests(tests.map(String::as_str));
     let mut report = Report::ungraded(harness);

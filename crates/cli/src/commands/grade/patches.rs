@@ -27,7 +27,7 @@ const NAME_CHARS: usize = 120;
 
 pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     let settings = config::load(&args.source)?.check()?;
-    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip)?;
+    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip, args.harness)?;
     let by_id: HashMap<&str, &Task> = tasks.iter().map(|task| (task.id.as_str(), task)).collect();
     let mut work = Vec::new();
     for prediction in chosen(args)? {
@@ -65,7 +65,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             done += 1;
             let result = result?;
             let id = printable(&task.id, NAME_CHARS);
-            progress.line(&format!("{id}: {:?}", result.outcome).to_lowercase());
+            progress.line(&format!("{id}: {}", result.outcome.name()));
             progress.update(done, work.len() as u64, &id);
             let of_model = results.entry(&prediction.model_name_or_path).or_default();
             of_model.insert(&task.id, result);

@@ -21,6 +21,19 @@ pub(super) enum Outcome {
     Broken,
 }
 
+impl Outcome {
+    /// The outcome as people read it.
+    pub(super) fn name(self) -> &'static str {
+        match self {
+            Self::Resolved => "resolved",
+            Self::Unresolved => "not resolved",
+            Self::Empty => "not graded: the patch is empty",
+            Self::Error => "not graded: the patch does not apply, or there is no valid log",
+            Self::Broken => "not graded: the sandbox failed",
+        }
+    }
+}
+
 /// The result of one prediction, and what its logs show.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Graded {

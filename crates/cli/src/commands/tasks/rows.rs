@@ -2,7 +2,9 @@
 
 use super::{NAME_CHARS, harbor};
 use crate::commands::grade::find;
+use crate::config::Settings;
 use crate::error::{InputError, UsageError};
+use crate::task_source::Skip;
 use crate::{output, tables};
 use camino::Utf8Path;
 use orchestrate_tasks::load::{self, Row};
@@ -16,7 +18,11 @@ use std::process::ExitCode;
 pub(super) fn import(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
     let mut usable: BTreeMap<&str, usize> = BTreeMap::new();
     let mut refused = Vec::new();
+    let mut needs: BTreeMap<Harness, usize> = BTreeMap::new();
     for row in load::rows(file)? {
+        if let Some(harness) = row.as_ref().ok().and_then(Row::only_harness) {
+            *needs.entry(harness).or_default() += 1;
+        }
         match row {
             Ok(row) => *usable.entry(row.environment()).or_default() += 1,
             Err(bad) => {
@@ -33,17 +39,34 @@ pub(super) fn import(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode>
         let families = if families.is_empty() { "none".to_owned() } else { families.join(", ") };
         output::data(format!("{file}: usable {families}; refused {}", refused.len()));
     }
-    check_usable(file, total, refused.len())?;
+    for (harness, rows) in needs {
+        output::say(format!(
+            "note: {file}: {} can only be graded with reward.harness = \"{}\"",
+            output::counted(rows, "row"),
+            harness.version()
+        ));
+    }
+    if total == 0 {
+        let (file, refused) = (file.to_owned(), refused.len());
+        return Err(InputError::NoUsableRow { file, refused, skipped: 0 }.into());
+    }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Lists the usable rows of `file`.
-pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
+/// Lists the rows of `file` that a run with these settings can use.
+pub(super) fn list(
+    settings: &Settings,
+    file: &Utf8Path,
+    as_json: bool,
+) -> anyhow::Result<ExitCode> {
     let mut table = tables::table(&["id", "repository", "issue"]);
     let (mut usable, mut bad) = (0, 0);
-    for row in load::rows(file)? {
+    let mut skip = Skip::new(&settings.tasks.skip);
+    for row in load::rows_for(file, settings.reward.harness)? {
         let row = match row {
+            Ok(row) if skip.has(&row.id()) => continue,
             Ok(row) => row,
+            Err(refused) if refused.id.as_deref().is_some_and(|id| skip.has(id)) => continue,
             Err(refused) => {
                 output::say(format!("refused: {refused}"));
                 bad += 1;
@@ -65,24 +88,20 @@ pub(super) fn list(file: &Utf8Path, as_json: bool) -> anyhow::Result<ExitCode> {
             );
         }
     }
-    check_usable(file, usable, bad)?;
+    skip.say(file);
+    if usable == 0 {
+        let (file, skipped) = (file.to_owned(), skip.found());
+        return Err(InputError::NoUsableRow { file, refused: bad, skipped }.into());
+    }
     if !as_json {
         output::data(table);
     }
     Ok(ExitCode::SUCCESS)
 }
 
-/// Rejects a file without a usable row, including an empty one.
-fn check_usable(file: &Utf8Path, usable: usize, refused: usize) -> Result<(), InputError> {
-    match usable {
-        0 => Err(InputError::NoUsableRow { file: file.to_owned(), refused, skipped: 0 }),
-        _ => Ok(()),
-    }
-}
-
 /// Prints the script that a grading container runs for one row of SWE-bench's family in `file`.
 pub(super) fn eval_script(file: &Utf8Path, id: &str, harness: Harness) -> anyhow::Result<ExitCode> {
-    let Row::Swe(row) = find(file, id)? else {
+    let Row::Swe(row) = find(load::rows_for(file, harness)?, file, id)? else {
         anyhow::bail!(UsageError::NoEvalScript { id: id.to_owned() });
     };
     // The script is data for a shell, so it is printed byte for byte.
@@ -92,7 +111,7 @@ pub(super) fn eval_script(file: &Utf8Path, id: &str, harness: Harness) -> anyhow
 
 /// Shows one row of `file`, including what is hidden from the agent.
 pub(super) fn show(file: &Utf8Path, id: &str, as_json: bool) -> anyhow::Result<ExitCode> {
-    match find(file, id)? {
+    match find(load::rows(file)?, file, id)? {
         Row::R2e(row) if as_json => output::json(&row.to_task()?)?,
         Row::R2e(row) => super::print(&row.to_task()?),
         Row::Plain(row) if as_json => output::json(&row.to_task())?,
