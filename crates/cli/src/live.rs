@@ -98,8 +98,8 @@ impl View {
             }
             Event::Swept { removed: 0 } => {}
             Event::Swept { removed } => {
-                let containers = if *removed == 1 { "container" } else { "containers" };
-                self.progress.line(&format!("removed {removed} leftover {containers}"));
+                let containers = output::counted(*removed, "leftover container");
+                self.progress.line(&format!("removed {containers}"));
             }
             Event::WeightsLive { version } => {
                 tracing::debug!(policy_version = version.0, "weights are live");

@@ -53,7 +53,7 @@ pub use limit::{
 pub use problems::Problems;
 pub use renames::Renames;
 pub use setting::{Section, SectionKeys, Setting};
-pub use shape::list_of;
+pub use shape::{closest, list_of};
 pub use tls::{TlsClientFiles, TlsClientPem};
 
 #[doc(hidden)]

@@ -15,6 +15,7 @@ mod outcome;
 mod problem;
 mod secret;
 mod test_timeout;
+mod text;
 mod trajectory;
 
 pub use byte_reader::{ByteReader, EndsEarly};
@@ -28,4 +29,5 @@ pub use outcome::{AbortCause, Attribution, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
 pub use secret::{NOT_SHOWN, has_credentials, without_credentials};
 pub use test_timeout::{TestTimeout, TimeoutError};
+pub use text::counted;
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};
