@@ -255,7 +255,9 @@ fn the_folder_of_an_evaluation_is_listed_as_such_and_training_in_it_is_refused()
 #[test]
 fn a_model_is_evaluated_and_recorded_by_one_path_however_it_is_written() {
     let (_temp, folder) = configured();
+    let folder = folder.canonicalize().unwrap();
     let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let root = root.canonicalize().unwrap();
     let policy = root.join("environments/micro/policy");
     std::os::unix::fs::symlink(&policy, folder.join("link")).unwrap();
     // A model of a hub's cache, whose files are links to a folder of their own.

@@ -103,10 +103,12 @@ fn a_path_is_resolved_as_by_the_operating_system_but_keeps_links() {
         let resolved = absolute(&root.join(written)).unwrap();
         assert_eq!(resolved, root.join(expected), "{written}");
     }
-    assert_eq!(absolute("/../..".into()).unwrap(), "/");
+    assert_eq!(absolute(Utf8Path::new("/../..")).unwrap(), "/");
     let current = Utf8PathBuf::try_from(std::env::current_dir().unwrap()).unwrap();
-    let here = absolute("./a/b".into()).unwrap();
-    assert_eq!((&here, relative_to_current(&here)), (&current.join("a/b"), "a/b".into()));
-    assert_eq!(relative_to_current("/elsewhere/a".into()), "/elsewhere/a");
-    assert!(absolute("".into()).is_err());
+    let here = absolute(Utf8Path::new("./a/b")).unwrap();
+    assert_eq!(here, current.join("a/b"));
+    assert_eq!(relative_to_current(&here), Utf8Path::new("a/b"));
+    let elsewhere = Utf8Path::new("/elsewhere/a");
+    assert_eq!(relative_to_current(elsewhere), elsewhere);
+    assert!(absolute(Utf8Path::new("")).is_err());
 }
