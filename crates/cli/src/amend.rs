@@ -1,7 +1,7 @@
 //! Settings that may change when a run resumes: where its servers are, how much runs at the same time, how
 //! long it waits, how long it is, and what it is called. What is sampled and trained stays as it was.
 
-use crate::config::RENAMES;
+use crate::config::{self, RENAMES};
 use crate::error::UsageError;
 
 /// Keys that `--resume --set` accepts, listed in `docs/src/operations.md`.
@@ -80,10 +80,22 @@ fn key(assignment: &str) -> &str {
     renamed.map_or(written, |(_, new)| new)
 }
 
-/// An assignment as it is recorded: with the key's present name.
-pub(crate) fn recorded(assignment: &str) -> String {
-    let value = assignment.split_once('=').map(|(_, value)| format!("={}", value.trim()));
-    key(assignment).to_owned() + &value.unwrap_or_default()
+/// An assignment as it is recorded: with the key's present name, and with absolute paths.
+///
+/// # Errors
+/// If it cannot be read, or the current folder is not known.
+pub(crate) fn recorded(assignment: &str) -> anyhow::Result<String> {
+    let key = key(assignment);
+    let written = config::parse_assignment(assignment)?;
+    let absolute = written.with_absolute_paths()?;
+    let value = if absolute == written {
+        assignment.split_once('=').map(|(_, value)| value.trim().to_owned())
+    } else {
+        let whole = toml::Value::try_from(&absolute)?;
+        let value = key.split('.').try_fold(&whole, |table, name| table.get(name));
+        value.map(ToString::to_string)
+    };
+    Ok(format!("{key}={}", value.unwrap_or_default()))
 }
 
 /// Checks that each new assignment may change a run that has started.
@@ -124,8 +136,18 @@ mod tests {
 
     #[test]
     fn changes_are_recorded_by_their_present_names() {
+        let recorded = |assignment| recorded(assignment).unwrap();
         assert_eq!(recorded("engine.away_timeout=3m"), "engine.out_of_service_timeout=3m");
         assert_eq!(recorded("run.name=\"a=b\""), "run.name=\"a=b\"");
+    }
+
+    #[test]
+    fn paths_are_recorded_as_absolute_ones() {
+        let current = std::env::current_dir().unwrap();
+        let expected = format!("engine.tls_ca=\"{}/ca.pem\"", current.display());
+        for written in ["ca.pem", "\"./ca.pem\"", "none/../ca.pem"] {
+            assert_eq!(recorded(&format!("engine.tls_ca = {written}")).unwrap(), expected);
+        }
     }
 
     #[test]

@@ -293,13 +293,22 @@ pub(crate) struct ConfigArgs {
 #[derive(Debug, Subcommand)]
 pub(crate) enum ConfigCommand {
     /// Report every problem of the config, with key, value and remedy.
-    Check(ConfigSource),
+    Check(CheckArgs),
     /// Print the merged configuration with all defaults, and where each value was set (TOML).
     Show(ConfigSource),
     /// Print the JSON schema of config files.
     Schema,
     /// Print the documentation page of all settings (Markdown).
     Docs,
+}
+
+#[derive(Debug, Args)]
+pub(crate) struct CheckArgs {
+    #[command(flatten)]
+    pub(crate) source: ConfigSource,
+    /// Print the problems as JSON on standard output.
+    #[arg(long)]
+    pub(crate) json: bool,
 }
 
 #[derive(Debug, Args)]

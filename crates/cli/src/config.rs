@@ -5,7 +5,8 @@
 //! reported at once.
 
 use crate::args::ConfigSource;
-use crate::output;
+use crate::error::UsageError;
+use crate::{output, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{DiagnosticsSection, RunSection, TasksSection};
 use orchestrate_engine::{EngineKind, EngineSection};
@@ -22,6 +23,7 @@ use orchestrate_settings::{
     Layers, Origins, Problems, Renames, Section, SectionKeys, at_least, documentation, settings,
 };
 use orchestrate_sinks::SinksSection;
+use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN, has_credentials, without_credentials};
 use schemars::{JsonSchema, Schema};
 use serde::{Deserialize, Serialize};
@@ -49,9 +51,8 @@ impl fmt::Display for ConfigError {
             }
             Self::Layer { name, error } => write!(f, "{name}: {}", error.trim_end()),
             Self::Problems(problems) => {
-                let count = problems.len();
-                let noun = if count == 1 { "problem" } else { "problems" };
-                write!(f, "{count} {noun} in the configuration:")?;
+                let count = output::counted(problems.len(), "problem");
+                write!(f, "{count} in the configuration:")?;
                 for problem in problems {
                     write!(f, "\n  {}", problem.to_string().replace('\n', "\n  "))?;
                 }
@@ -139,6 +140,14 @@ macro_rules! sections {
                 }
             }
 
+            /// Changes every path of a file or folder.
+            pub(crate) fn map_paths(&mut self, map: &mut dyn FnMut(&mut String)) {
+                $(self.$name.map_paths(map);)*
+                // A task file may also be a data set on a hub.
+                let files = [&mut self.tasks.file, &mut self.tasks.held_out_file];
+                files.into_iter().flatten().filter(|file| !load::is_on_hub(file)).for_each(map);
+            }
+
             /// The documentation of every section, in Markdown.
             fn section_pages() -> Vec<(&'static str, String)> {
                 vec![$((<$section>::NAME, documentation::<$section>())),*]
@@ -201,9 +210,7 @@ fn layers() -> Layers {
 /// these, every other problem of the configuration.
 pub(crate) fn load(source: &ConfigSource) -> Result<Sections, ConfigError> {
     let (sections, left_out) = load_layers(&source.files, &[&source.sets])?;
-    for notice in sections.origins.renamed() {
-        output::say(format!("warning: {}", without_credentials(notice)));
-    }
+    sections.warn_of_old_names();
     for problem in left_out {
         output::say(format!("warning: not read: {problem}"));
     }
@@ -216,6 +223,7 @@ pub(crate) fn load_layers(
     sets: &[&[String]],
 ) -> Result<(Sections, Vec<ConfigProblem>), ConfigError> {
     let texts: Vec<_> = files.iter().map(|file| (file, read_limited(file))).collect();
+    let all = texts.len() + sets.len();
     let composed = |count: usize| {
         let mut layers = layers();
         for (file, text) in texts.iter().take(count) {
@@ -227,9 +235,8 @@ pub(crate) fn load_layers(
         for sets in sets.iter().take(count.saturating_sub(texts.len())) {
             layers.add_assignments(sets);
         }
-        merged(layers)
+        merged(layers, if count == all { Rules::OfNew } else { Rules::OfRecorded })
     };
-    let all = texts.len() + sets.len();
     let mut sections = composed(all)?;
     let mut left_out = sections.unread();
     // A layer that with those before it leaves a key of its own unread has a fault that no later one excuses.
@@ -277,7 +284,7 @@ pub(crate) fn parse_plan(
     for assignment in recorded.iter().chain(new) {
         layers.add_assignment(assignment);
     }
-    let mut sections = merged(layers)?;
+    let mut sections = merged(layers, Rules::OfRecorded)?;
     for problem in sections.unread() {
         let assigned = problem.origin.as_deref().and_then(|origin| origin.strip_prefix("--set "));
         let is_of = |sets: &[String]| sets.iter().any(|set| Some(set.as_str()) == assigned);
@@ -288,7 +295,26 @@ pub(crate) fn parse_plan(
     Ok(sections)
 }
 
-fn merged(layers: Layers) -> Result<Sections, ConfigError> {
+/// Reads one assignment by itself.
+///
+/// # Errors
+/// As [`load`].
+pub(crate) fn parse_assignment(assignment: &str) -> Result<Sections, ConfigError> {
+    let mut layers = layers();
+    layers.add_assignment(assignment);
+    merged(layers, Rules::OfRecorded)
+}
+
+/// Which rules a configuration must keep besides those of [`Sections::check`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Rules {
+    /// Those of a configuration that is about to be used.
+    OfNew,
+    /// None: what a run has recorded is read as it was when the run began.
+    OfRecorded,
+}
+
+fn merged(layers: Layers, rules: Rules) -> Result<Sections, ConfigError> {
     let (table, origins, mut problems) = layers.finish();
     let fitting: Result<Sections, _> = table.try_into();
     let sections = fitting.map_err(|error| ConfigError::Layer {
@@ -296,9 +322,14 @@ fn merged(layers: Layers) -> Result<Sections, ConfigError> {
         error: error.to_string(),
     })?;
     let sections = Sections { origins, ..sections };
-    if problems.is_empty() {
+    let mut of_new = match rules {
+        Rules::OfNew => sections.problems_if_new(),
+        Rules::OfRecorded => Vec::new(),
+    };
+    if problems.is_empty() && of_new.is_empty() {
         return Ok(sections);
     }
+    problems.append(&mut of_new);
     // In a file that cannot be read, every section may have had more keys.
     let unreadable = problems.iter().any(|problem| matches!(problem.found, Found::Unreadable(_)));
     let names: Vec<String> = problems
@@ -323,6 +354,13 @@ impl Sections {
         }
     }
 
+    /// Prints a warning for everything that is written with an old name.
+    pub(crate) fn warn_of_old_names(&self) {
+        for notice in self.origins.renamed() {
+            output::say(format!("warning: {}", without_credentials(notice)));
+        }
+    }
+
     fn checked(&self, misread: &dyn Fn(&str) -> bool) -> (Checked, Vec<ConfigProblem>) {
         let mut problems = Vec::new();
         let checked = self.check_each(misread, &mut problems);
@@ -331,6 +369,17 @@ impl Sections {
         check_secrets(self, &mut problems);
         self.origins.locate(&mut problems);
         (checked, problems)
+    }
+
+    /// What the sections themselves accept, because runs that have begun may have it.
+    fn problems_if_new(&self) -> Vec<ConfigProblem> {
+        let mut prompts = Problems::new(RolloutSection::NAME);
+        self.rollout.fill().check_placeholders(&mut prompts);
+        let mut variables = Problems::new(AgentSection::NAME);
+        self.agent.fill().check_repeated_variables(&mut variables);
+        let mut problems = [prompts.into_found(), variables.into_found()].concat();
+        self.origins.locate(&mut problems);
+        problems
     }
 
     /// The values that nothing reads with the other settings.
@@ -347,6 +396,23 @@ impl Sections {
     /// As [`check`](Self::check).
     pub(crate) fn with_defaults(&self) -> Result<Self, ConfigError> {
         Ok(Self::from_settings(&self.check()?, self.origins.clone()))
+    }
+
+    /// The same configuration with absolute paths, as the run folder stores it: the same files and folders are
+    /// found from any current folder, and are called the same however they were written.
+    ///
+    /// # Errors
+    /// If the current folder is not known.
+    pub(crate) fn with_absolute_paths(&self) -> Result<Self, UsageError> {
+        let mut sections = self.clone();
+        let mut failed = None;
+        sections.map_paths(&mut |path| match wiring::absolute(Utf8Path::new(path.as_str())) {
+            // An empty path is refused where the file is read.
+            _ if path.is_empty() => {}
+            Ok(absolute) => *path = absolute.into_string(),
+            Err(error) => failed = Some(error),
+        });
+        failed.map_or(Ok(sections), Err)
     }
 
     /// The same configuration without the values of an agent's variables, and without the secrets of URLs.
@@ -423,6 +489,9 @@ out with a warning. A later `engine.url`,
 `engine.urls` or `engine.discover` replaces the others, and so do `sandbox.docker_host` and `sandbox.hosts`.
 `orchestrate config check` reports every problem, and `orchestrate config show` prints all values
 with where they were set.
+
+Paths are relative to the current folder. A run records absolute ones, so that it can be resumed from any
+folder; links keep their names, and `..` is resolved.
 
 Durations are written as `\"90s\"`, `\"1h30m\"` or `\"250ms\"`, or as a number of seconds. Sizes are
 written as `\"4 GiB\"`, `\"512MiB\"` or `\"4GB\"`, or as a number of bytes.

@@ -298,8 +298,9 @@ impl OutputError {
 pub(crate) enum BrokenMeasurement {
     /// Of an evaluation.
     #[error(
-        "{broken} of {episodes} episodes are broken, so the rest does not measure the policy; \
-         `orchestrate show {folder}` lists the reasons, --allow-broken reports the rest anyway"
+        "{broken} of {} broke, so the rest does not measure the policy; \
+         `orchestrate show {folder}` lists the reasons, --allow-broken reports the rest anyway",
+        counted(*episodes, "episode")
     )]
     Evaluation {
         /// Broken episodes.
@@ -322,8 +323,9 @@ pub(crate) enum BrokenMeasurement {
     },
     /// Of a grading.
     #[error(
-        "{broken} patches could not be graded because their sandboxes failed; the same command \
-         again grades only those"
+        "{} could not be graded because their sandboxes failed; the same command again grades only \
+         those",
+        if *broken == 1 { "1 patch".to_owned() } else { format!("{broken} patches") }
     )]
     Grading {
         /// Patches without a verdict.

@@ -98,8 +98,8 @@ impl View {
             }
             Event::Swept { removed: 0 } => {}
             Event::Swept { removed } => {
-                let containers = if *removed == 1 { "container" } else { "containers" };
-                self.progress.line(&format!("removed {removed} leftover {containers}"));
+                let containers = output::counted(*removed, "leftover container");
+                self.progress.line(&format!("removed {containers}"));
             }
             Event::WeightsLive { version } => {
                 tracing::debug!(policy_version = version.0, "weights are live");
@@ -308,10 +308,10 @@ fn eval_text(line: &EvalLine, standalone: bool) -> String {
         _ => String::new(),
     };
     format!(
-        "{title}: Pass@1 {} ± {} on {} held-out tasks{left_out}",
+        "{title}: Pass@1 {} ± {} on {}{left_out}",
         four(line.eval_pass_at_1),
         four(line.eval_pass_at_1_se),
-        line.counted_tasks().unwrap_or(0),
+        output::counted(line.counted_tasks().unwrap_or(0), "held-out task"),
     )
 }
 

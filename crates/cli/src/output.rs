@@ -7,6 +7,7 @@
 use crate::args::LogArgs;
 use crate::spans;
 use orchestrate_tasks::{printable, printable_lines};
+pub(crate) use orchestrate_types::counted;
 use orchestrate_types::{is_unprintable, without_credentials};
 use std::fmt::Write as _;
 use std::io::{self, IsTerminal, Write};
@@ -70,15 +71,6 @@ pub fn say(message: impl std::fmt::Display) {
     }
     let shown = printable_lines(&without_credentials(&message));
     let _ = writeln!(std::io::stderr().lock(), "{shown}");
-}
-
-/// A number with what it counts, e.g. `1 task` or `2 tasks`.
-pub(crate) fn counted<N>(count: N, noun: &str) -> String
-where
-    N: Copy + std::fmt::Display + PartialEq + From<u8>,
-{
-    let ending = if count == N::from(1) { "" } else { "s" };
-    format!("{count} {noun}{ending}")
 }
 
 /// A message in one line of at most `limit` characters, as [`say`] would print it.

@@ -8,9 +8,10 @@ use crate::files::write_whole;
 use crate::{task_source, wiring};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
+use orchestrate_coordinator::{RunError, run_kind};
 use orchestrate_engine::{EngineKind, EngineSettings};
 use orchestrate_store::{
-    JOURNAL_FILE, LOCK_FILE, NewRun, Reader, RunHold, Store, StoreError, check_new,
+    JOURNAL_FILE, LOCK_FILE, NewRun, Reader, RunHold, RunKind, Store, StoreError, check_new,
 };
 use orchestrate_tasks::load;
 use orchestrate_types::{ConfigProblem, RunId};
@@ -21,15 +22,19 @@ use std::time::Duration;
 pub(crate) const PLAN_FILE: &str = "plan.toml";
 
 /// Records the plan of a new run or evaluation, with every default filled in, and creates its journal.
-pub(crate) async fn create(folder: &Utf8Path, raw: &Sections) -> anyhow::Result<Opened> {
-    let mut raw = raw.with_defaults()?;
+pub(crate) async fn create(
+    folder: &Utf8Path,
+    raw: &Sections,
+    kind: RunKind,
+) -> anyhow::Result<Opened> {
+    let mut raw = raw.with_defaults()?.with_absolute_paths()?;
     pin_data_sets(&mut raw).await?;
     let settings = raw.check()?;
     check_model(&settings)?;
     // A damaged checkpoint is reported here as well.
     wiring::shape(&settings.engine, &settings.engine.model)?;
     let plan = toml::to_string(&raw).context("failed to write the plan as TOML")?;
-    let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan) };
+    let new = NewRun { run: RunId::generate(), plan_digest: digest(&plan), kind };
     check_new(folder)?;
     // The plan is written first, so that every journal has one; a plan alone is not a run yet.
     if !folder.join(JOURNAL_FILE).exists() {
@@ -79,8 +84,13 @@ pub(crate) struct Opened {
     pub(crate) changes: Vec<String>,
 }
 
-/// Opens a run or evaluation that was stopped, killed or finished; `source` may change some settings.
-pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::Result<Opened> {
+/// Opens a run or evaluation of this `kind` that was stopped, killed or finished; `source` may change some
+/// settings.
+pub(crate) async fn resume(
+    folder: &Utf8Path,
+    source: &ConfigSource,
+    kind: RunKind,
+) -> anyhow::Result<Opened> {
     let path = folder.join(PLAN_FILE);
     anyhow::ensure!(source.files.is_empty(), UsageError::ConfigOfResumedRun { plan: path });
     // Unknown keys and values are reported before the rule for a run that has started.
@@ -89,7 +99,8 @@ pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::
         // Killed between plan and journal: nothing was started.
         let text = read_plan(&path)?;
         let raw = config::parse_plan(path.as_str(), &text, &[], &source.sets)?;
-        return create(folder, &raw).await;
+        raw.warn_of_old_names();
+        return create(folder, &raw, kind).await;
     }
     amend::check(&source.sets)?;
     let store = Store::open(folder).await?;
@@ -101,10 +112,24 @@ pub(crate) async fn resume(folder: &Utf8Path, source: &ConfigSource) -> anyhow::
             error: "was changed after the run started; restore it, or start a new run".into(),
         }
     );
-    let before = planned(folder, reader, &[]).await?.check()?;
-    let settings = planned(folder, reader, &source.sets).await?.check()?;
+    let planned_before = planned(folder, reader, &[]).await?;
+    planned_before.warn_of_old_names();
+    let before = planned_before.check()?;
+    match (run_kind(reader, wiring::policy(&before)).await?, kind) {
+        (Some(RunKind::Evaluation), RunKind::Training) => {
+            anyhow::bail!(RunError::HoldsEvaluation)
+        }
+        (Some(RunKind::Training), RunKind::Evaluation) => {
+            anyhow::bail!(RunError::HoldsTrainingRun)
+        }
+        (Some(RunKind::Training), RunKind::Training)
+        | (Some(RunKind::Evaluation), RunKind::Evaluation)
+        | (None, _) => {}
+    }
+    let changes = source.sets.iter().map(|set| amend::recorded(set));
+    let changes = changes.collect::<anyhow::Result<Vec<_>>>()?;
+    let settings = planned(folder, reader, &changes).await?.check()?;
     check_changes(&before, &settings, reader).await?;
-    let changes = source.sets.iter().map(|set| amend::recorded(set)).collect();
     Ok(Opened { settings, store, changes })
 }
 

@@ -8,7 +8,7 @@ use crate::gateway::{self, Gateway, NoSandboxes};
 use crate::run_folder::TURNS_FOLDER;
 use crate::{images, output, task_source, tool_servers};
 use anyhow::Context;
-use camino::{Utf8Path, Utf8PathBuf};
+use camino::{Utf8Component, Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
 use orchestrate_coordinator::{
     Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
@@ -143,14 +143,14 @@ pub(crate) async fn engine(
     if urls.is_empty() {
         let (listener, url) = loopback().await?;
         let key = random_key();
-        let around = model.parent().unwrap_or(model).to_owned();
+        let around = folders_around(model);
         let options = EngineOptions {
             weight_format: settings.embedded.weight_format,
             weight_version: "0".into(),
             max_running: settings.embedded.max_running,
             cache_tokens: settings.embedded.cache_tokens,
             checkpoint_roots: match &settings.trainer.url {
-                None => AllowedFolders::below([folder.join("checkpoints"), around]),
+                None => AllowedFolders::below([vec![folder.join("checkpoints")], around].concat()),
                 // Its trainer says where its checkpoints are, and only this process has the key.
                 Some(_) => AllowedFolders::any(),
             },
@@ -557,11 +557,50 @@ pub(crate) fn servers() -> Servers {
     Servers::new()
 }
 
-/// The absolute path of a folder: the engine and the trainer may have another working directory.
-pub(crate) fn absolute(folder: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
+/// The absolute path of a file or folder, without `.` and `..`: the engine and the trainer may have another
+/// working directory, and their servers compare paths with the folders that they may read from. Links keep
+/// their names, because an inference server may know the folder by that name only; `..` after a link leads
+/// out of the link's target, as for the operating system.
+pub(crate) fn absolute(path: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
     let not_a_path = |path: String| UsageError::NotAPath { path };
-    let path = std::path::absolute(folder).map_err(|_| not_a_path(folder.to_string()))?;
-    Utf8PathBuf::from_path_buf(path).map_err(|path| not_a_path(path.display().to_string()))
+    let whole = std::path::absolute(path).map_err(|_| not_a_path(path.to_string()))?;
+    let whole =
+        Utf8PathBuf::from_path_buf(whole).map_err(|path| not_a_path(path.display().to_string()))?;
+    let mut resolved = Utf8PathBuf::new();
+    for part in whole.components() {
+        if part == Utf8Component::ParentDir {
+            if resolved.is_symlink() {
+                // What does not exist is reported where it is read.
+                resolved = resolved.canonicalize_utf8().unwrap_or(resolved);
+            }
+            resolved.pop();
+        } else {
+            resolved.push(part);
+        }
+    }
+    Ok(resolved)
+}
+
+/// The path of a file or folder below the current folder as a relative one, so that comparisons of the same
+/// settings on several machines agree; any other path is returned as it is.
+pub(crate) fn relative_to_current(path: &Utf8Path) -> &Utf8Path {
+    let current = std::env::current_dir().ok();
+    current.and_then(|current| path.strip_prefix(current).ok()).unwrap_or(path)
+}
+
+/// The folders in which the files of a model are: the one around it and, where it or its files are links, as
+/// in caches of hubs, those that these lead to.
+fn folders_around(model: &Utf8Path) -> Vec<Utf8PathBuf> {
+    let files = model.read_dir_utf8().into_iter().flatten().flatten();
+    let paths = std::iter::once(model.to_owned()).chain(files.map(|file| file.path().to_owned()));
+    let real = paths.filter_map(|path| path.canonicalize_utf8().ok());
+    let mut around: Vec<Utf8PathBuf> = std::iter::once(model.to_owned())
+        .chain(real)
+        .filter_map(|path| path.parent().map(Utf8Path::to_owned))
+        .collect();
+    around.sort_unstable();
+    around.dedup();
+    around
 }
 
 #[cfg(test)]

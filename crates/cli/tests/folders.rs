@@ -84,9 +84,8 @@ fn stderr(output: &Output) -> String {
 fn configured() -> (tempfile::TempDir, PathBuf) {
     let temp = tempfile::tempdir().unwrap();
     let folder = temp.path().to_owned();
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
-    let policy = root.join("environments/micro/policy");
-    let policy = policy.to_str().unwrap();
+    // With `..` in it, which an embedded server refuses.
+    let policy = concat!(env!("CARGO_MANIFEST_DIR"), "/../../environments/micro/policy");
     let rows = "{\"id\": \"sum__1\", \"prompt\": \"What is 17 + 25?\"}\n";
     std::fs::write(folder.join("rows.jsonl"), rows).unwrap();
     let config = format!(
@@ -240,11 +239,65 @@ fn the_folder_of_an_evaluation_is_listed_as_such_and_training_in_it_is_refused()
     let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
     assert_eq!((&shown["state"], &shown["kind"]), (&"stopped".into(), &"evaluation".into()));
     assert_eq!((&shown["step"], &shown["steps"]), (&Value::Null, &Value::Null));
+    let shown = orchestrate(&folder, &["show", "runs/first", "--json"]);
+    let shown: Value = serde_json::from_slice(&shown.stdout).unwrap();
+    assert_eq!(shown["kind"], "evaluation");
+    let shown = orchestrate(&folder, &["show", "runs/first"]);
+    let shown = String::from_utf8_lossy(&shown.stdout).into_owned();
+    assert!(!shown.contains("held-out") && !shown.contains("global steps"), "{shown}");
 
     let output = orchestrate(&folder, &RESUME);
     assert_eq!(output.status.code(), Some(3), "{}", stderr(&output));
     assert!(stderr(&output).contains("the folder holds an evaluation"), "{}", stderr(&output));
     run_and_stop(&folder, &["gateway", "--run-dir", "runs/first", "--resume"], |_| true);
+}
+
+#[test]
+fn a_model_is_evaluated_and_recorded_by_one_path_however_it_is_written() {
+    let (_temp, folder) = configured();
+    let folder = folder.canonicalize().unwrap();
+    let root = Path::new(env!("CARGO_MANIFEST_DIR")).ancestors().nth(2).unwrap();
+    let root = root.canonicalize().unwrap();
+    let policy = root.join("environments/micro/policy");
+    std::os::unix::fs::symlink(&policy, folder.join("link")).unwrap();
+    // A model of a hub's cache, whose files are links to a folder of their own.
+    for name in ["cache/snapshot", "cache/blobs"] {
+        std::fs::create_dir_all(folder.join(name)).unwrap();
+    }
+    for entry in std::fs::read_dir(&policy).unwrap().flatten() {
+        let blob = folder.join("cache/blobs").join(entry.file_name());
+        std::fs::copy(entry.path(), &blob).unwrap();
+        let link = folder.join("cache/snapshot").join(entry.file_name());
+        std::os::unix::fs::symlink(blob, link).unwrap();
+    }
+    let run = &RUN[1..];
+    for (written, recorded) in [
+        (format!("{}/crates/../environments/./micro/policy/", root.display()), policy),
+        ("cache/../link".to_owned(), folder.join("link")),
+        ("link/../policy".to_owned(), root.join("environments/micro/policy")),
+        ("cache/blobs/../snapshot".to_owned(), folder.join("cache/snapshot")),
+    ] {
+        let set = format!("engine.model={written:?}");
+        let args = [&["gateway", "--tasks", "rows.jsonl", "--set", &set][..], run].concat();
+        run_and_stop(&folder, &args, |_| true);
+        let plan = std::fs::read_to_string(folder.join("runs/first/plan.toml")).unwrap();
+        assert!(plan.contains(&format!("model = {recorded:?}\n")), "{written}: {plan}");
+        let file = format!("held_out_file = {:?}\n", folder.join("rows.jsonl"));
+        assert!(plan.contains(&file), "{written}: {plan}");
+        std::fs::remove_dir_all(folder.join("runs/first")).unwrap();
+    }
+}
+
+#[test]
+fn a_run_is_resumed_from_any_current_folder() {
+    let (_temp, folder) = configured();
+    run_and_stop(&folder, &RUN, |_| true);
+    let elsewhere = folder.join("elsewhere");
+    std::fs::create_dir(&elsewhere).unwrap();
+    let resume = ["run", "--run-dir", "../runs/first", "--resume", "--set", "run.steps=7"];
+    let mut running = start(&elsewhere, &resume);
+    wait_for(&folder, &mut running, |overview| changes(overview) == ["run.steps=7"]);
+    running.stop();
 }
 
 /// Checks the modes of a folder and of everything in it; returns how many files there are.

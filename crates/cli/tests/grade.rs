@@ -281,6 +281,7 @@ fn unknown_episode_exits_with_2() {
     let new = orchestrate_store::NewRun {
         run: orchestrate_types::RunId::generate(),
         plan_digest: "d".into(),
+        kind: orchestrate_store::RunKind::Training,
     };
     let _store = runtime.block_on(orchestrate_store::Store::create(run_dir, &new)).unwrap();
     for id in ["nosuch", "t000012.03"] {

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_store::{Claim, EpisodeRecord, NewRun, Store};
+use orchestrate_store::{Claim, EpisodeRecord, NewRun, RunKind, Store};
 use orchestrate_types::{EpisodeId, GroupId, Outcome, PolicyVersion, RunId, is_unprintable};
 use serde_json::json;
 use std::os::unix::fs::PermissionsExt as _;
@@ -25,7 +25,7 @@ fn orchestrate(args: &[&str]) -> Output {
 
 /// A run whose task id, and whose only episode, an attacker wrote.
 async fn run_folder(folder: &Utf8Path) {
-    let new = NewRun { run: RunId::generate(), plan_digest: "d".into() };
+    let new = NewRun { run: RunId::generate(), plan_digest: "d".into(), kind: RunKind::Evaluation };
     let store = Store::create(folder, &new).await.unwrap();
     store.open_eval(0, PolicyVersion(0)).await.unwrap();
     let group = GroupId::Eval { round: 0, index: 0 };

@@ -3,7 +3,7 @@
 #![expect(clippy::unwrap_used, reason = "a panic fails the test")]
 
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_store::{JOURNAL_FILE, NewRun, Reader, Store};
+use orchestrate_store::{JOURNAL_FILE, NewRun, Reader, RunKind, Store};
 use orchestrate_types::{GroupId, RunId};
 use std::process::{Command, Output, Stdio};
 
@@ -59,7 +59,7 @@ async fn close(store: Store) {
 
 /// A run folder with a plan and a group of episodes; the store is still open.
 async fn run_folder(folder: &Utf8Path) -> Store {
-    let new = NewRun { run: RunId::generate(), plan_digest: "d".into() };
+    let new = NewRun { run: RunId::generate(), plan_digest: "d".into(), kind: RunKind::Evaluation };
     let store = Store::create(folder, &new).await.unwrap();
     std::fs::write(folder.join("plan.toml"), "").unwrap();
     store.open_eval(0, orchestrate_types::PolicyVersion(0)).await.unwrap();

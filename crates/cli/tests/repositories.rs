@@ -204,7 +204,7 @@ fn docker_evaluation_counts_by_repository_and_fails_on_broken_episodes_unless_al
     let refused = eval("broken", &broken, &[]);
     assert!(!refused.status.success());
     let words = String::from_utf8_lossy(&refused.stderr).into_owned();
-    assert!(words.contains("1 of 2 episodes are broken"), "{words}");
+    assert!(words.contains("1 of 2 episodes broke"), "{words}");
     let told = eval("told", &broken, &["--allow-broken"]);
     assert!(told.status.success(), "{}", String::from_utf8_lossy(&told.stderr));
 }

@@ -7,7 +7,7 @@ use orchestrate_metrics::Symptom;
 use orchestrate_report::ReportError;
 use orchestrate_sandbox::SandboxError;
 use orchestrate_store::StoreError;
-use orchestrate_types::{PolicyVersion, Stage};
+use orchestrate_types::{PolicyVersion, Stage, counted};
 
 /// The part of the system that failed; the command line maps it to an exit code.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,9 +54,9 @@ pub enum RunError {
     },
     /// More episodes failed in all their attempts than `run.max_broken_share` allows.
     #[error(
-        "{given_up} of {planned} episodes failed in every attempt, more than run.max_broken_share \
-         allows; the last one failed in stage {stage}: {error} (fix the cause, then run again with \
-         --resume)"
+        "{given_up} of {} failed in every attempt, more than run.max_broken_share allows; the last one \
+         failed in stage {stage}: {error} (fix the cause, then run again with --resume)",
+        counted(*planned, "episode")
     )]
     TooManyBroken {
         /// Episodes that failed in all their attempts.

@@ -34,7 +34,7 @@ pub use evaluation::Evaluation;
 pub use events::{Event, Reporter, StageBefore};
 pub use lag::{LagSummary, LoopLag};
 pub use plan::{EvaluationPlan, Plan, SamplingPlan, TaskSet};
-pub use progress::{RunKind, is_finished, run_kind};
+pub use progress::{is_finished, run_kind};
 pub use record::{EpisodeDetail, EpisodeSummary};
 pub use run_loop::Coordinator;
 pub use schedule::{attempt_seed, episode_seed, task_index};

@@ -3,7 +3,7 @@
 use crate::config::RunSettings;
 use crate::error::RunError;
 use camino::Utf8Path;
-use orchestrate_store::{Reader, StepState, VersionRow};
+use orchestrate_store::{Reader, RunKind, StepState, VersionRow};
 
 /// Whether every step is closed and every evaluation is done.
 ///
@@ -19,21 +19,16 @@ pub async fn is_finished(reader: &Reader, run: &RunSettings) -> Result<bool, Run
     Ok(closed && (evaluated || !run.evaluates_after(run.steps)))
 }
 
-/// What a run folder holds.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum RunKind {
-    /// A run of `orchestrate run`.
-    Training,
-    /// A run of `orchestrate eval` or `orchestrate gateway`.
-    Evaluation,
-}
-
-/// The kind of a run whose plan names the policy `model`: a folder, or a model's name; `None` before the first
-/// weights were announced, when nothing was sampled.
+/// The kind of a run. A journal of an older version does not record it: there, it follows from the steps and
+/// from the first weights of a plan that names the policy `model`, a folder or a model's name. `None` if such a
+/// run has announced no weights yet, when nothing was sampled.
 ///
 /// # Errors
 /// Store errors.
 pub async fn run_kind(reader: &Reader, model: &Utf8Path) -> Result<Option<RunKind>, RunError> {
+    if let Some(kind) = reader.kind().await? {
+        return Ok(Some(kind));
+    }
     if !reader.steps().await?.is_empty() {
         return Ok(Some(RunKind::Training));
     }

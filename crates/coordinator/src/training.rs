@@ -12,7 +12,7 @@ use orchestrate_handoff::batch::{BatchMeta, MANIFEST_FILE, Planned, stream_batch
 use orchestrate_handoff::protocol::{StepRequest, StepState, TrainerInfo};
 use orchestrate_metrics::{Collapse, Finding, MetricsLine, StepLine};
 use orchestrate_store::{BatchMember, BatchState, GroupState, StepRow};
-use orchestrate_types::PolicyVersion;
+use orchestrate_types::{PolicyVersion, counted};
 use std::sync::Arc;
 use tokio::sync::mpsc;
 use tokio::time::Instant;
@@ -105,7 +105,7 @@ impl RunLoop {
             }
         }
         if attempts.is_empty() {
-            let reason = format!("none of {} groups has a gradient", groups.len());
+            let reason = format!("no gradient in {}", counted(groups.len(), "group"));
             let times = StepTimes { lag: self.lag.take(), ..*times };
             let line = step_line(reader, row, None, &times, &self.sandboxes.hosts()).await?;
             self.store().skip_step(step, &reason, &stored_line(&line)?).await?;

@@ -10,6 +10,7 @@ use crate::series::{
 };
 use crate::summary::{EvalPoint, Gain, RunReport};
 use orchestrate_metrics::{EvalLine, MetricsLine, StepLine, detect_collapse};
+use orchestrate_types::counted;
 use std::fmt::Write;
 
 /// Half width of a 95 % interval, in standard errors.
@@ -90,7 +91,7 @@ fn headline(report: &RunReport) -> Vec<Tile> {
         tile("Pass@1 now", percent(point.pass_at_1), at(point));
     }
     if let Some(gain) = &report.gain {
-        tile("Gain", gain_in_points(gain), format!("paired over {} tasks", gain.tasks));
+        tile("Gain", gain_in_points(gain), format!("paired over {}", counted(gain.tasks, "task")));
     }
     let steps = report.steps();
     tile("Steps", steps.to_string(), format!("{} without an update", report.steps_skipped));
@@ -146,9 +147,9 @@ fn numbers(report: &RunReport, lines: &[MetricsLine]) -> Vec<Vec<String>> {
     };
     let point = |p: &EvalPoint| {
         let (pass, se) = (percent(p.pass_at_1), p.pass_at_1_se * 100.0);
-        format!("{pass} ± {se:.1} ({} tasks, after step {})", p.tasks, p.global_step)
+        format!("{pass} ± {se:.1} ({}, after step {})", counted(p.tasks, "task"), p.global_step)
     };
-    let gain = |g: &Gain| format!("{} ({} tasks)", gain_in_points(g), g.tasks);
+    let gain = |g: &Gain| format!("{} ({})", gain_in_points(g), counted(g.tasks, "task"));
     let small = |v: f64| format!("{v:.2e}");
     let four = |v: f64| format!("{v:.4}");
     let mean = |read: Read, write: fn(f64) -> String| {
@@ -232,7 +233,7 @@ mod tests {
     }
 
     /// A step with everything that a trainer counts.
-    fn counted() -> MetricsLine {
+    fn step_with_counts() -> MetricsLine {
         let mut sizes = HalfDecades::default();
         sizes.add(1e-3);
         let grid = ProbabilityGrid::new(&BTreeMap::from([((0, 0), 90), ((3, 4), 10)]));
@@ -265,7 +266,7 @@ mod tests {
     #[test]
     fn histograms_and_maps_are_drawn_where_the_trainer_counts() {
         let mut lines = lines();
-        lines.push(counted());
+        lines.push(step_with_counts());
         let page = run_page(&report(), &lines);
         for title in [
             "Probabilities, as trained",

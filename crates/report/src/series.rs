@@ -3,6 +3,7 @@
 
 use crate::plot::Scale;
 use orchestrate_metrics::{ExtremeTokens, MetricsLine, StepLine, Threshold};
+use orchestrate_types::counted;
 
 /// Takes one value from a step's line; `None` if it has none.
 pub(crate) type Read = fn(&StepLine) -> Option<f64>;
@@ -45,7 +46,7 @@ impl StepMean {
         if self.steps == self.of {
             text
         } else {
-            format!("{text} ({} of {} steps)", self.steps, self.of)
+            format!("{text} ({} of {})", self.steps, counted(self.of, "step"))
         }
     }
 }

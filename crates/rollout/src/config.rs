@@ -9,7 +9,7 @@ use crate::scaffold::{Prompts, Scaffold};
 use crate::tool_server::{self, ToolServerSettings};
 use orchestrate_engine::MessagePrompt;
 use orchestrate_settings::{
-    Problems, above, at_least, between, satisfies, setting_types, settings,
+    Problems, above, at_least, between, closest, satisfies, setting_types, settings,
 };
 use orchestrate_tasks::Task;
 use orchestrate_tasks::micro::{self, MicroCounts};
@@ -66,9 +66,10 @@ settings! {
     /// agents do not decide.
     thinking: Option<bool> = None => "each request decides, else the chat template";
     /// Text of the system message of a built-in scaffold, before the task; `{workdir}` stands for the
-    /// repository's folder.
+    /// repository's folder. Other text in braces stays as it is.
     system_prompt: Option<String> = None => "the scaffold's own; `tools` has none";
-    /// Text of the task's message, with `{problem_statement}` and `{workdir}`.
+    /// Text of the task's message, with `{problem_statement}` and `{workdir}`. Other text in braces stays as
+    /// it is.
     task_prompt: Option<String> = None
         => "the scaffold's own; for `tools` the problem statement alone",
         satisfies(
@@ -141,7 +142,47 @@ fn refuse_unread(written: &RolloutSection, scaffold: Scaffold, problems: &mut Pr
     );
 }
 
+/// Placeholders of the system message and of the task's message.
+const PLACEHOLDERS: [&str; 2] = ["workdir", "problem_statement"];
+
+/// The first text in braces that nothing replaces although it is like a placeholder of the task's message, and
+/// what it is like. `own` are those that are replaced.
+fn mistaken_placeholder<'a>(text: &'a str, own: &[&str]) -> Option<(&'a str, &'static str)> {
+    let plain = |name: &str| -> String {
+        name.chars().filter(char::is_ascii_alphanumeric).collect::<String>().to_ascii_lowercase()
+    };
+    let spans = text.split('{').skip(1).filter_map(|rest| Some(rest.split_once('}')?.0));
+    let is_name =
+        |name: &&str| name.trim().chars().all(|c| c.is_ascii_alphanumeric() || "_- ".contains(c));
+    spans.filter(is_name).filter(|name| !own.contains(name)).find_map(|name| {
+        let known = PLACEHOLDERS.map(plain);
+        let nearest = closest(&plain(name), known.iter().map(String::as_str))?;
+        Some((name, *PLACEHOLDERS.iter().find(|known| plain(known) == nearest)?))
+    })
+}
+
 impl RolloutSettings {
+    /// Records misspelled placeholders in the prompts, which the policy would see as they are written. Not for the
+    /// plan of a run that has begun: its prompts stay as they were.
+    pub fn check_placeholders(&self, problems: &mut Problems) {
+        let prompts: [(_, _, &[&str]); 2] = [
+            ("system_prompt", &self.system_prompt, &["workdir"]),
+            ("task_prompt", &self.task_prompt, &PLACEHOLDERS),
+        ];
+        for (key, prompt, own) in prompts {
+            let mistaken = prompt.as_deref().and_then(|text| mistaken_placeholder(text, own));
+            let Some((written, meant)) = mistaken else { continue };
+            let remedy = if own.contains(&meant) {
+                format!("is not replaced by anything; did you mean {{{meant}}}?")
+            } else {
+                format!(
+                    "is not replaced in the system message; insert {{{meant}}} by rollout.task_prompt"
+                )
+            };
+            problems.refuse(key, format!("… {{{written}}} …"), remedy);
+        }
+    }
+
     /// Limits of one episode; `context` is the model's longest sequence in tokens.
     pub fn limits(&self, context: usize) -> EpisodeLimits {
         EpisodeLimits {
@@ -223,6 +264,44 @@ mod tests {
         ];
         assert_eq!(keys, expected.map(|key| format!("rollout.{key}")));
         assert_eq!(problems[0].to_string(), "rollout.group_size = 0: must be at least 1");
+    }
+
+    #[test]
+    fn misspelled_placeholders_are_refused_with_the_nearest_one() {
+        let problems = |system: &str, task: &str| -> Vec<String> {
+            let settings = RolloutSettings {
+                system_prompt: Some(system.to_owned()),
+                task_prompt: Some(task.to_owned()),
+                ..RolloutSettings::default()
+            };
+            let mut problems = Problems::new("rollout");
+            settings.check_placeholders(&mut problems);
+            problems.into_found().iter().map(ToString::to_string).collect()
+        };
+        let whole = "mend {problem_statement} in {workdir}";
+        assert_eq!(problems("in {workdir}", whole), [""; 0]);
+        for written in ["work_dir", "WORKDIR", " workdir ", "working_dir", "workdirs"] {
+            let found = problems("", &format!("{whole}, {{{written}}}"));
+            let expected = format!(
+                "rollout.task_prompt = … {{{written}}} …: is not replaced by anything; did you mean \
+                 {{workdir}}?"
+            );
+            assert_eq!(found, [expected]);
+        }
+        assert!(
+            problems("", "{problem-statement}")[0].ends_with("did you mean {problem_statement}?")
+        );
+        let found = problems("solve {problem_statement}", whole);
+        assert!(
+            found[0].contains("insert {problem_statement} by rollout.task_prompt"),
+            "{found:?}"
+        );
+        // Text of other programs.
+        for literal in
+            ["\\boxed{answer}", "{\"workdir\": 1}", "${HOME}", "f'{value}'", "{}", "{", "{file}"]
+        {
+            assert_eq!(problems(literal, &format!("{whole} {literal}")), [""; 0], "{literal}");
+        }
     }
 
     #[test]

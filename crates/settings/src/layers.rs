@@ -1,7 +1,7 @@
 //! Configuration files and assignments, merged: later layers win, tables merge, lists replace.
 
 use crate::renames::Renames;
-use crate::shape::Reader;
+use crate::shape::{Reader, also_set};
 use orchestrate_types::{ConfigProblem, Found, NOT_SHOWN};
 use schemars::JsonSchema;
 use serde_json::Value as Json;
@@ -145,13 +145,20 @@ impl Layers {
     /// Adds assignments that were made together, as one layer.
     pub fn add_assignments(&mut self, assignments: &[String]) {
         self.newest.clear();
-        for assignment in assignments {
-            self.assign(assignment);
+        let keys: Vec<&str> = assignments.iter().map(|assignment| key_of(assignment)).collect();
+        for (assignment, key) in assignments.iter().zip(&keys) {
+            match self.renames.full_key(key).filter(|new| keys.contains(new)) {
+                Some(new) => self.problems.push(ConfigProblem {
+                    origin: Some(format!("--set {key}")),
+                    ..ConfigProblem::unknown(*key, also_set(new))
+                }),
+                None => self.assign(assignment),
+            }
         }
     }
 
     fn assign(&mut self, assignment: &str) {
-        let key = assignment.split_once('=').map_or(assignment, |(key, _)| key).trim();
+        let key = key_of(assignment);
         let hides = |secret: &&str| is_within(key, secret) || is_within(secret, key);
         let place = if self.secrets.iter().any(hides) {
             format!("--set {key}={NOT_SHOWN}")
@@ -200,7 +207,12 @@ impl Layers {
         let fitting = reader.table(table.get_ref());
         let mut problems = reader.problems;
         reader.notices.sort();
-        self.origins.renamed.extend(reader.notices.into_iter().map(|(_, notice)| notice));
+        for (_, key, notice) in reader.notices {
+            // The present name may be in an earlier layer: the reader of both takes them for two settings.
+            let before = self.origins.places.get(&key);
+            let replaced = before.map(|place| format!(", and replaces the value of {place}"));
+            self.origins.renamed.push(notice + &replaced.unwrap_or_default());
+        }
         let line_starts = line_starts(text);
         let unreported = errors.len().saturating_sub(SYNTAX_ERRORS);
         for error in errors.into_iter().take(SYNTAX_ERRORS) {
@@ -274,6 +286,11 @@ impl Layers {
     pub fn finish(self) -> (Table, Origins, Vec<ConfigProblem>) {
         (self.merged, self.origins, self.problems)
     }
+}
+
+/// The key of an assignment.
+fn key_of(assignment: &str) -> &str {
+    assignment.split_once('=').map_or(assignment, |(key, _)| key).trim()
 }
 
 /// Whether `path` is `key` or inside of it, e.g. `a.b[1].c` of `a.b`.
@@ -493,7 +510,10 @@ mod tests {
         // In either layer, and in any order.
         let (shape, _, notices, problems) =
             drawn("[shape]\nedge = 3\n", &["shape.side=4".to_owned()]);
-        assert_eq!((shape.edge, notices.len(), problems.len()), (Some(4), 1, 0));
+        assert_eq!((shape.edge, problems.len()), (Some(4), 0));
+        let replaced = "--set shape.side=4: `shape.side` is called `shape.edge` now, and replaces the value \
+                        of a.toml:2:1";
+        assert_eq!(notices, [replaced]);
         let (shape, _, notices, _) = drawn("[shape]\nside = 3\n", &["shape.edge=4".to_owned()]);
         assert_eq!((shape.edge, notices.len()), (Some(4), 1));
     }
@@ -504,6 +524,14 @@ mod tests {
         assert_eq!((shape.edge, notices.len()), (Some(4), 0));
         assert_eq!(problems.len(), 1, "{problems:?}");
         assert!(problems[0].contains("old name of `shape.edge`"), "{problems:?}");
+        // So they are in assignments, which are one layer.
+        for sets in [["shape.side=3", "shape.edge=4"], ["shape.edge=4", " shape.side = 3"]] {
+            let (shape, .., notices, problems) = drawn("", &sets.map(str::to_owned));
+            assert_eq!((shape.edge, notices.len()), (Some(4), 0));
+            let expected = "--set shape.side: unknown key shape.side; it is the old name of `shape.edge`, \
+                            which is set, too";
+            assert_eq!(problems, [expected]);
+        }
     }
 
     #[test]

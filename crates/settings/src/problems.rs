@@ -58,8 +58,8 @@ impl Problems {
             if self.has(key) {
                 continue;
             }
-            let or_default = match default.map(shown) {
-                Some(default) => format!(", or set its default, {default}"),
+            let or_default = match default {
+                Some(default) => format!(", or set its default, {}", in_full(default)),
                 None => String::new(),
             };
             let mut problem = ConfigProblem::new(
@@ -104,6 +104,16 @@ fn json<S: SectionKeys>(section: &S) -> serde_json::Value {
     serde_json::to_value(section).unwrap_or_default()
 }
 
+/// A default, which is never a secret, as it may be written.
+fn in_full(value: &serde_json::Value) -> String {
+    match value {
+        serde_json::Value::Array(list) => {
+            format!("[{}]", list.iter().map(in_full).collect::<Vec<_>>().join(", "))
+        }
+        other => other.to_string(),
+    }
+}
+
 /// Lists and tables, e.g. an environment with keys of other programs, without what is in them.
 fn shown(value: &serde_json::Value) -> String {
     let text = match value {
@@ -137,12 +147,14 @@ mod tests {
         melody: Option<String> = None => "one note";
         /// Who listens.
         listeners: Vec<String> = Vec::new();
+        /// Lowest and highest tone.
+        tones: (f64, f64) = (0.5, 2.0);
     }
 
     fn check_kettle(written: &KettleSection, settings: &KettleSettings, problems: &mut Problems) {
         if !settings.whistles {
             let why = "only applies with kettle.whistles = true";
-            problems.refuse_unread(written, &["volume", "melody", "listeners"], why);
+            problems.refuse_unread(written, &["volume", "melody", "listeners", "tones"], why);
         }
     }
 
@@ -154,6 +166,7 @@ mod tests {
             volume: Some(20),
             melody: Some("la ".repeat(100)),
             listeners: Some(vec!["token=abc".to_owned()]),
+            tones: Some((1.0, 3.0)),
         };
         let texts = |section: &KettleSection| -> Vec<String> {
             section.check().unwrap_err().iter().map(ToString::to_string).collect()
@@ -171,11 +184,19 @@ mod tests {
                 "kettle.listeners = […]: only applies with kettle.whistles = true; remove it, or set its \
                  default, []"
                     .to_owned(),
+                "kettle.tones = […]: only applies with kettle.whistles = true; remove it, or set its \
+                 default, [0.5, 2.0]"
+                    .to_owned(),
             ]
         );
         // The default follows from the other keys, and a plan has it written out.
-        let default =
-            KettleSection { volume: Some(30), melody: None, listeners: None, ..section.clone() };
+        let default = KettleSection {
+            volume: Some(30),
+            melody: None,
+            listeners: None,
+            tones: None,
+            ..section.clone()
+        };
         let settings = default.check().unwrap();
         assert_eq!(KettleSection::from_values(&settings).check(), Ok(settings));
         KettleSection { whistles: None, ..section }.check().unwrap();

@@ -13,8 +13,13 @@ pub struct Renames {
 impl Renames {
     /// The new name of the key `path`, without its section; `None` if it is not an old one.
     pub(crate) fn key(self, path: &str) -> Option<&'static str> {
+        self.full_key(path)?.rsplit('.').next()
+    }
+
+    /// The new name of the key `path`, with its section; `None` if it is not an old one.
+    pub(crate) fn full_key(self, path: &str) -> Option<&'static str> {
         let (_, new) = self.keys.iter().find(|(old, _)| *old == path)?;
-        new.rsplit('.').next()
+        Some(new)
     }
 
     /// The new name of a choice of the key `path`; `None` if it is not an old one.

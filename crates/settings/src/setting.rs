@@ -29,6 +29,9 @@ pub trait Setting: Sized {
 
     /// Checks the values nested in this one, whose path in its section is `key`.
     fn check_inside(&self, _key: &str, _problems: &mut Problems) {}
+
+    /// Changes every path of a file or folder in the written form.
+    fn map_paths(_written: &mut Self::Written, _map: &mut dyn FnMut(&mut String)) {}
 }
 
 /// Implements [`Setting`](crate::Setting) for types that are written as they are.
@@ -88,6 +91,10 @@ impl Setting for Utf8PathBuf {
     fn limited(&self) -> Option<&str> {
         Some(self.as_str())
     }
+
+    fn map_paths(written: &mut String, map: &mut dyn FnMut(&mut String)) {
+        map(written);
+    }
 }
 
 impl<T: Setting> Setting for Option<T> {
@@ -111,6 +118,10 @@ impl<T: Setting> Setting for Option<T> {
             value.check_inside(key, problems);
         }
     }
+
+    fn map_paths(written: &mut T::Written, map: &mut dyn FnMut(&mut String)) {
+        T::map_paths(written, map);
+    }
 }
 
 impl<T: Setting> Setting for Vec<T> {
@@ -132,6 +143,12 @@ impl<T: Setting> Setting for Vec<T> {
     fn check_inside(&self, key: &str, problems: &mut Problems) {
         for (index, value) in self.iter().enumerate() {
             value.check_inside(&format!("{key}[{index}]"), problems);
+        }
+    }
+
+    fn map_paths(written: &mut Vec<T::Written>, map: &mut dyn FnMut(&mut String)) {
+        for value in written {
+            T::map_paths(value, map);
         }
     }
 }
@@ -163,6 +180,9 @@ pub trait SectionKeys: Clone + Default + Serialize + DeserializeOwned + JsonSche
 
     /// Removes the value of `key`.
     fn clear(&mut self, key: &str);
+
+    /// Changes every path of a file or folder in it.
+    fn map_paths(&mut self, map: &mut dyn FnMut(&mut String));
 }
 
 /// A section of the configuration.

@@ -189,6 +189,14 @@ macro_rules! declare_section {
                     }
                 )*
             }
+
+            fn map_paths(&mut self, map: &mut dyn ::std::ops::FnMut(&mut ::std::string::String)) {
+                $(
+                    if let Some(written) = &mut self.$name {
+                        <$type as $crate::Setting>::map_paths(written, map);
+                    }
+                )*
+            }
         }
 
         impl ::std::default::Default for $settings {
@@ -217,6 +225,13 @@ macro_rules! declare_section {
                 problems.within(key, |problems| {
                     <$section as $crate::SectionKeys>::check_values(self, problems);
                 });
+            }
+
+            fn map_paths(
+                written: &mut $section,
+                map: &mut dyn ::std::ops::FnMut(&mut ::std::string::String),
+            ) {
+                $crate::SectionKeys::map_paths(written, map);
             }
         }
 

@@ -23,8 +23,9 @@ pub(crate) struct Reader<'a> {
     pub(crate) problems: Vec<(usize, ConfigProblem)>,
     /// Path and place of every value that fits.
     pub(crate) origins: Vec<(String, String)>,
-    /// What was read although it is written with an old name, each with its byte offset in the text.
-    pub(crate) notices: Vec<(usize, String)>,
+    /// What was read although it is written with an old name, each with its byte offset in the text and the
+    /// present name of its key, if it is the key that has another name.
+    pub(crate) notices: Vec<(usize, String, String)>,
 }
 
 /// What a schema allows.
@@ -83,16 +84,13 @@ impl Reader<'_> {
             if let Some(new) = renamed {
                 let (old, origin) = (path_of(written), (self.place)(name.span()));
                 if table.contains_key(new) {
-                    let mut problem = ConfigProblem::unknown(
-                        old,
-                        format!("it is the old name of `{full}`, which is set, too"),
-                    );
+                    let mut problem = ConfigProblem::unknown(old, also_set(&full));
                     problem.origin = Some(origin);
                     self.problems.push((name.span().start, problem));
                     continue;
                 }
                 let notice = format!("{origin}: `{old}` is called `{full}` now");
-                self.notices.push((name.span().start, notice));
+                self.notices.push((name.span().start, full.clone(), notice));
             }
             // A table may be spread over several places, so its values have origins instead.
             if !is_table {
@@ -130,7 +128,7 @@ impl Reader<'_> {
             let origin = (self.place)(value.span());
             let notice =
                 format!("{origin}: the choice {plain} of `{path}` is called \"{new}\" now");
-            self.notices.push((value.span().start, notice));
+            self.notices.push((value.span().start, String::new(), notice));
             Value::from(new)
         });
         let refused = match &plain {
@@ -211,6 +209,11 @@ impl Reader<'_> {
         });
         owner.map(|(name, _)| format!("it belongs to [{name}]")).unwrap_or_default()
     }
+}
+
+/// What is said about an old name next to the present one.
+pub(crate) fn also_set(new: &str) -> String {
+    format!("it is the old name of `{new}`, which is set, too")
 }
 
 /// The name most similar to `text`, if one is similar enough to suggest it.

@@ -23,6 +23,7 @@ const MIGRATIONS: &[(i64, &str, &str)] = &[
     (1, "create journal", include_str!("../../../migrations/sqlite/0001_create_journal.sql")),
     (2, "record images", include_str!("../../../migrations/sqlite/0002_record_images.sql")),
     (3, "record amendments", include_str!("../../../migrations/sqlite/0003_record_amendments.sql")),
+    (4, "record kind", include_str!("../../../migrations/sqlite/0004_record_kind.sql")),
 ];
 
 fn migrator() -> Migrator {

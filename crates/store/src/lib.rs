@@ -36,7 +36,7 @@ pub use read::{NewestRow, Reader, RunRow, StoredEpisode};
 pub use record::{EpisodeRecord, RecordError, RowSpan, StoredBranch, StoredRouting};
 pub use rows::{
     AttemptRow, AttemptState, BatchRow, BatchState, EpisodeRow, EpisodeState, EvalRow, GroupRow,
-    GroupState, StepRow, StepState, VersionRow,
+    GroupState, RunKind, StepRow, StepState, VersionRow,
 };
 pub use steps::BatchMember;
 pub use store::{Closer, NewRun, RunHold, Store, check_new};

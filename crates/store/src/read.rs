@@ -6,7 +6,7 @@ use crate::error::StoreError;
 use crate::record::{EpisodeRecord, RecordError};
 use crate::rows::{
     AttemptRow, AttemptState, BatchRow, BatchState, EpisodeRow, EpisodeState, EvalRow, GroupRow,
-    GroupState, StepRow, StepState, VersionRow,
+    GroupState, RunKind, StepRow, StepState, VersionRow,
 };
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -106,6 +106,22 @@ impl Reader {
         let (run, epoch, plan_digest, created_us) =
             row.ok_or_else(|| StoreError::Absent { what: "the run".to_owned() })?;
         Ok(RunRow { run: self.parse(&run)?, epoch, plan_digest, created_us })
+    }
+
+    /// What the run does; `None` in a journal of an older version, which does not say it.
+    ///
+    /// # Errors
+    /// Any database error.
+    pub async fn kind(&self) -> Result<Option<RunKind>, StoreError> {
+        let found: Result<Option<(Option<String>,)>, sqlx::Error> =
+            sqlx::query_as(sql::SELECT_KIND).fetch_optional(&self.pool).await;
+        let row = match found {
+            Err(sqlx::Error::Database(error)) if error.message().contains("no such column") => {
+                return Ok(None);
+            }
+            found => found.map_err(self.fail("kind"))?,
+        };
+        Ok(row.and_then(|(kind,)| kind).as_deref().and_then(RunKind::parse))
     }
 
     /// Whether anything was sampled yet.

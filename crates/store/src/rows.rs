@@ -10,7 +10,7 @@ macro_rules! state_enum {
         pub enum $name { $($(#[$vdoc])* $variant,)* }
 
         impl $name {
-            /// Name of this state in the journal.
+            /// Its name in the journal.
             pub const fn name(self) -> &'static str {
                 match self { $(Self::$variant => $text,)* }
             }
@@ -22,6 +22,15 @@ macro_rules! state_enum {
     };
 }
 
+state_enum! {
+    /// What a run folder holds.
+    RunKind {
+        /// A run that trains a policy.
+        Training = "training",
+        /// A run that evaluates one policy.
+        Evaluation = "evaluation",
+    }
+}
 state_enum! {
     /// State of a group: `Filling ▶ Kept | Dropped`.
     GroupState {

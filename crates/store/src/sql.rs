@@ -6,10 +6,11 @@ pub(crate) const TRAIN: &str = "train";
 pub(crate) const EVAL: &str = "eval";
 
 pub(crate) const CHECK_EPOCH: &str = "SELECT epoch FROM run WHERE only_row = 1 AND epoch = $1";
-pub(crate) const INSERT_RUN: &str =
-    "INSERT INTO run (only_row, run_id, epoch, plan_digest, created_us) VALUES (1, $1, 0, $2, $3)";
+pub(crate) const INSERT_RUN: &str = "INSERT INTO run (only_row, run_id, epoch, plan_digest, created_us, kind) \
+     VALUES (1, $1, 0, $2, $3, $4)";
 pub(crate) const SELECT_RUN: &str =
     "SELECT run_id, epoch, plan_digest, created_us FROM run WHERE only_row = 1";
+pub(crate) const SELECT_KIND: &str = "SELECT kind FROM run WHERE only_row = 1";
 pub(crate) const NEXT_EPOCH: &str =
     "UPDATE run SET epoch = epoch + 1 WHERE only_row = 1 RETURNING epoch";
 /// Attempts that were running when the last coordinator ended; their outcome is unknown.

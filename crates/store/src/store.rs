@@ -7,6 +7,7 @@ use crate::error::StoreError;
 use crate::failpoint::Failpoint;
 use crate::lock::{self, RunLock};
 use crate::read::Reader;
+use crate::rows::RunKind;
 use crate::sql;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_types::RunId;
@@ -21,6 +22,8 @@ pub struct NewRun {
     pub run: RunId,
     /// Digest of the recorded plan. The caller compares it on resume.
     pub plan_digest: String,
+    /// What it does.
+    pub kind: RunKind,
 }
 
 /// The journal of one run, open for writing. At most one exists per run folder at any time, across
@@ -124,6 +127,7 @@ impl Store {
             .bind(new.run.to_string())
             .bind(&new.plan_digest)
             .bind(orchestrate_types::unix_micros())
+            .bind(new.kind.name())
             .execute(&pool)
             .await
             .map_err(|e| StoreError::from_db(&unfinished, "create", e))?;

@@ -5,8 +5,8 @@
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_store::{
     AfterBreak, AttemptState, BatchMember, BatchState, Claim, EpisodeRecord, EpisodeState,
-    GroupState, ImageRow, JOURNAL_FILE, NewRun, Reader, Sealing, StepState, Store, StoreError,
-    StoredBranch,
+    GroupState, ImageRow, JOURNAL_FILE, NewRun, Reader, RunKind, Sealing, StepState, Store,
+    StoreError, StoredBranch,
 };
 use orchestrate_types::{
     AttemptId, EpisodeId, GroupId, Outcome, PolicyVersion, RunId, Stage, Trajectory,
@@ -23,9 +23,12 @@ fn folder() -> (TempDir, Utf8PathBuf) {
     (temp, path)
 }
 
+fn new_run() -> NewRun {
+    NewRun { run: RunId::generate(), plan_digest: "d".into(), kind: RunKind::Training }
+}
+
 async fn create(path: &Utf8Path) -> Store {
-    let new = NewRun { run: RunId::generate(), plan_digest: "d".into() };
-    Store::create(path, &new).await.unwrap()
+    Store::create(path, &new_run()).await.unwrap()
 }
 
 fn episode(member: u16) -> EpisodeId {
@@ -250,8 +253,7 @@ async fn creating_an_existing_and_opening_a_missing_journal_fail() {
     let (_temp, path) = folder();
     assert!(matches!(Store::open(&path).await, Err(StoreError::Missing { .. })));
     drop(create(&path).await);
-    let new = NewRun { run: RunId::generate(), plan_digest: String::new() };
-    assert!(matches!(Store::create(&path, &new).await, Err(StoreError::Exists { .. })));
+    assert!(matches!(Store::create(&path, &new_run()).await, Err(StoreError::Exists { .. })));
 }
 
 #[tokio::test]
@@ -261,12 +263,31 @@ async fn run_whose_journal_is_gone_is_not_begun_again() {
     let moved = path.join("elsewhere");
     std::fs::rename(path.join(JOURNAL_FILE), &moved).unwrap();
     let lock = std::fs::read(path.join("run.lock")).unwrap();
-    let new = NewRun { run: RunId::generate(), plan_digest: String::new() };
-    assert!(matches!(Store::create(&path, &new).await, Err(StoreError::JournalLost { .. })));
+    assert!(matches!(Store::create(&path, &new_run()).await, Err(StoreError::JournalLost { .. })));
     assert!(!path.join(JOURNAL_FILE).exists());
     assert_eq!(std::fs::read(path.join("run.lock")).unwrap(), lock);
     std::fs::rename(&moved, path.join(JOURNAL_FILE)).unwrap();
     assert_eq!(Store::open(&path).await.unwrap().epoch(), 2);
+}
+
+#[tokio::test]
+async fn a_journal_says_what_its_run_does_and_an_older_one_does_not() {
+    for kind in [RunKind::Training, RunKind::Evaluation] {
+        let (_temp, path) = folder();
+        let new = NewRun { kind, ..new_run() };
+        let store = Store::create(&path, &new).await.unwrap();
+        assert_eq!(store.reader().kind().await.unwrap(), Some(kind));
+    }
+    let (_temp, path) = folder();
+    drop(create(&path).await);
+    // As an older version made it.
+    raw(&path, "ALTER TABLE run DROP COLUMN kind").await;
+    raw(&path, "DELETE FROM _sqlx_migrations WHERE version >= 4").await;
+    let reader = Reader::open(&path).await.unwrap();
+    assert_eq!(reader.kind().await.unwrap(), None);
+    let store = Store::open(&path).await.unwrap();
+    assert_eq!(store.reader().kind().await.unwrap(), None);
+    assert_eq!(store.epoch(), 2);
 }
 
 #[tokio::test]

@@ -15,6 +15,7 @@ mod outcome;
 mod problem;
 mod secret;
 mod test_timeout;
+mod text;
 mod token_ids;
 mod trajectory;
 
@@ -29,5 +30,6 @@ pub use outcome::{AbortCause, Attribution, Limit, Outcome, Retry, Stage};
 pub use problem::{ConfigProblem, Found};
 pub use secret::{NOT_SHOWN, has_credentials, without_credentials};
 pub use test_timeout::{TestTimeout, TimeoutError};
+pub use text::counted;
 pub use token_ids::check_token_ids;
 pub use trajectory::{LengthMismatch, Trajectory, TurnSpan};

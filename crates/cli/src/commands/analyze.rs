@@ -1,5 +1,6 @@
 //! `orchestrate analyze`: writes one run as a page of charts and prints its summary.
 
+use super::runs::{self, Kind};
 use crate::args::AnalyzeArgs;
 use crate::error::UsageError;
 use crate::files::write_whole;
@@ -41,7 +42,8 @@ pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
     if args.json {
         output::json(&report)?;
     } else {
-        output::data(tables::final_table(&report));
+        let kind = runs::kind(&folder, &reader).await.ok();
+        output::data(tables::final_table(&report, kind != Some(Kind::Evaluation)));
         if report.collapse.is_none() {
             output::data(report.without_collapse());
         }

@@ -15,7 +15,7 @@ use matrix::{Cell, Matrix};
 use orchestrate_coordinator::{OnCollapse, RunEnd, RunError, Stop};
 use orchestrate_handoff::{TrainerError, TrainerErrorKind};
 use orchestrate_report::{ComparedRun, Comparison, ConfigRuns};
-use orchestrate_store::{JOURNAL_FILE, Reader};
+use orchestrate_store::{JOURNAL_FILE, Reader, RunKind};
 use std::process::ExitCode;
 
 /// Runs the command.
@@ -143,8 +143,10 @@ async fn make(cell: &Cell, title: &str, stop: &Stop) -> anyhow::Result<Made> {
     output::say(format!("{title}: {}", state.text()));
     let opened = match state {
         State::Done => return Ok(Made::Done),
-        State::Started => run_folder::resume(&cell.folder, &ConfigSource::default()).await?,
-        State::New => run_folder::create(&cell.folder, &cell.raw).await?,
+        State::Started => {
+            run_folder::resume(&cell.folder, &ConfigSource::default(), RunKind::Training).await?
+        }
+        State::New => run_folder::create(&cell.folder, &cell.raw, RunKind::Training).await?,
     };
     let driven = drive(opened, &cell.folder, Job::Train, stop.clone());
     match Box::pin(driven).await {
@@ -187,7 +189,7 @@ impl State {
         // With the defaults of this version, which the plan of an earlier one may lack.
         let stored: Sections = config::parse_layer(path.as_str(), &text)?;
         anyhow::ensure!(
-            stored.with_defaults()? == cell.raw,
+            stored.with_defaults()?.with_absolute_paths()? == cell.raw,
             ConfigError::Layer {
                 name: path.into(),
                 error:

@@ -13,7 +13,7 @@ use orchestrate_coordinator::{RunEnd, Stop};
 use orchestrate_engine::EngineKind;
 use orchestrate_metrics::is_solved;
 use orchestrate_report::{EvalPoint, RunReport};
-use orchestrate_store::Reader;
+use orchestrate_store::{Reader, RunKind};
 use orchestrate_types::{ConfigProblem, Outcome};
 use serde::Serialize;
 use std::collections::{BTreeMap, HashMap};
@@ -27,9 +27,9 @@ pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> 
     let folder = wiring::absolute(&args.run_dir)?;
     let before = (!args.resume).then(|| Before::of(&folder));
     let opened = if args.resume {
-        run_folder::resume(&folder, &args.source).await?
+        Box::pin(run_folder::resume(&folder, &args.source, RunKind::Evaluation)).await?
     } else {
-        create(&args, &folder).await?
+        Box::pin(create(&args, &folder)).await?
     };
     let settings = opened.settings.clone();
     let stop = Stop::default();
@@ -79,7 +79,7 @@ async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<Opened> {
         let problem = ConfigProblem::missing("tasks.held_out_file", remedy);
         anyhow::bail!(ConfigError::Problems(vec![problem]));
     }
-    run_folder::create(folder, &raw).await
+    run_folder::create(folder, &raw, RunKind::Evaluation).await
 }
 
 /// What is printed as JSON.
@@ -139,12 +139,12 @@ fn repository_table(sums: &BTreeMap<String, Sum>) -> Table {
 
 /// The headline numbers, with standard errors.
 fn result_table(point: &EvalPoint) -> Table {
-    let mut table = tables::table(&["", "held-out tasks"]);
+    let mut table = tables::table(&["result", ""]);
     let pass = format!(
         "{:.4} ± {:.4} ({})",
         point.pass_at_1,
         point.pass_at_1_se,
-        output::counted(point.tasks, "task")
+        output::counted(point.tasks, "held-out task")
     );
     table.add_row(["Pass@1".to_owned(), pass]);
     if let Some(pass) = point.pass_at_k.filter(|_| point.k > 1) {

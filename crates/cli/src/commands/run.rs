@@ -12,9 +12,10 @@ use crate::sinks::RunSinks;
 use crate::{live, output, status, tables, wiring};
 use camino::Utf8Path;
 use futures::future::BoxFuture;
-use orchestrate_coordinator::{RunEnd, RunError, RunKind, Stop, is_finished, run_kind};
+use orchestrate_coordinator::{RunEnd, RunError, Stop, is_finished};
 use orchestrate_report::RunReport;
 use orchestrate_rollout::Scaffold;
+use orchestrate_store::RunKind;
 use std::process::ExitCode;
 use std::time::Duration;
 use tracing::Instrument as _;
@@ -31,9 +32,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     let folder = wiring::absolute(run_dir)?;
     let before = (!args.resume).then(|| Before::of(&folder));
     let opened = if args.resume {
-        let opened = run_folder::resume(&folder, &args.source).await?;
-        let kind = run_kind(opened.store.reader(), wiring::policy(&opened.settings)).await?;
-        anyhow::ensure!(kind != Some(RunKind::Evaluation), RunError::HoldsEvaluation);
+        let opened = run_folder::resume(&folder, &args.source, RunKind::Training).await?;
         if is_concluded(&opened, &folder).await? {
             opened.store.amend(&opened.changes).await?;
             let report = RunReport::from_journal(opened.store.reader()).await;
@@ -45,7 +44,7 @@ pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     } else {
         let raw: Sections = config::load(&args.source)?;
         raw.check()?.check_training()?;
-        run_folder::create(&folder, &raw).await?
+        run_folder::create(&folder, &raw, RunKind::Training).await?
     };
     let stop = Stop::default();
     let driven = Box::pin(drive(opened, &folder, Job::Train, stop.clone()));
@@ -183,7 +182,7 @@ fn conclude(report: &RunReport, folder: &Utf8Path, json: bool) -> anyhow::Result
     if json {
         output::json(report)?;
     } else {
-        output::data(tables::final_table(report));
+        output::data(tables::final_table(report, true));
     }
     output::say(format!("report: {folder}/report.html"));
     Ok(())

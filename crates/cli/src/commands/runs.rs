@@ -5,10 +5,10 @@ use crate::error::InputError;
 use crate::run_folder::planned;
 use crate::{output, tables, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
-use orchestrate_coordinator::{RunError, RunKind, is_finished, run_kind};
+use orchestrate_coordinator::{RunError, is_finished, run_kind};
 use orchestrate_metrics::MetricsLine;
 use orchestrate_report::metrics_lines;
-use orchestrate_store::{JOURNAL_FILE, Reader, holder};
+use orchestrate_store::{JOURNAL_FILE, Reader, RunKind, holder};
 use orchestrate_types::utc;
 use serde::Serialize;
 use std::process::ExitCode;
@@ -119,6 +119,19 @@ fn find(folder: &Utf8Path, depth: usize, found: &mut Vec<Utf8PathBuf>) -> std::i
     Ok(())
 }
 
+/// What the run in `folder` does.
+pub(super) async fn kind(folder: &Utf8Path, reader: &Reader) -> anyhow::Result<Kind> {
+    let mut kind = reader.kind().await?;
+    if kind.is_none() {
+        let settings = planned(folder, reader, &[]).await?.check()?;
+        kind = run_kind(reader, wiring::policy(&settings)).await?;
+    }
+    Ok(match kind {
+        Some(RunKind::Evaluation) => Kind::Evaluation,
+        Some(RunKind::Training) | None => Kind::Training,
+    })
+}
+
 /// Describes a run folder, which messages call `shown`. Also returns its metrics.
 pub(super) async fn entry(
     folder: &Utf8Path,
@@ -128,10 +141,7 @@ pub(super) async fn entry(
     let created_us = reader.run().await?.created_us;
     let settings = planned(folder, &reader, &[]).await?.check()?;
     let lines = metrics_lines(&reader).await.map_err(RunError::from)?;
-    let kind = match run_kind(&reader, wiring::policy(&settings)).await? {
-        Some(RunKind::Evaluation) => Kind::Evaluation,
-        Some(RunKind::Training) | None => Kind::Training,
-    };
+    let kind = kind(folder, &reader).await?;
     let evaluations = lines.iter().filter_map(MetricsLine::evaluation);
     let pass_at_1 = evaluations.filter_map(|line| line.eval_pass_at_1).next_back();
     let is_done = match kind {

@@ -28,7 +28,7 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
         ..EngineOptions::new(wiring::absolute(&args.model)?)
     };
     if !args.checkpoint_roots.is_empty() {
-        options.checkpoint_roots = AllowedFolders::below(args.checkpoint_roots);
+        options.checkpoint_roots = allowed(&args.checkpoint_roots)?;
     }
     let listener = listen(args.listen).await?;
     announce(&args.model, &listener, &options.http)?;
@@ -46,7 +46,7 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
         policy: wiring::absolute(&args.model)?,
         checkpoints: wiring::absolute(&args.checkpoints)?,
         keep: args.keep,
-        batch_roots: AllowedFolders::below(roots),
+        batch_roots: allowed(&roots)?,
         http: args.network.options(args.listen, token)?,
     };
     let listener = listen(args.listen).await?;
@@ -54,6 +54,11 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
     let stop = CancellationToken::new();
     let server = serve_trainer(options, listener, stop.clone());
     until_signal(async { Ok(server.await?) }, stop).await
+}
+
+fn allowed(roots: &[Utf8PathBuf]) -> Result<AllowedFolders, UsageError> {
+    let roots = roots.iter().map(|root| wiring::absolute(root));
+    Ok(AllowedFolders::below(roots.collect::<Result<Vec<_>, _>>()?))
 }
 
 fn announce(model: &Utf8Path, listener: &TcpListener, http: &HttpOptions) -> anyhow::Result<()> {

@@ -1,5 +1,6 @@
 //! `orchestrate show`: a run as tables, or one episode turn by turn.
 
+use super::runs::{self, Kind};
 use super::tasks::NAME_CHARS;
 use crate::args::ShowArgs;
 use crate::error::UsageError;
@@ -52,6 +53,8 @@ pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
 /// What `show RUN --json` prints.
 #[derive(Debug, Serialize)]
 struct Overview<'a> {
+    /// What the run does; absent if a journal of an older version and its plan do not say it.
+    kind: Option<Kind>,
     report: &'a RunReport,
     /// Settings that were changed when the run was resumed; absent if there are none.
     #[serde(skip_serializing_if = "Vec::is_empty")]
@@ -175,6 +178,7 @@ async fn overview(reader: &Reader, folder: &Utf8Path, args: &ShowArgs) -> anyhow
     let episodes = reader.episodes().await?;
     let report = RunReport::from_journal(reader).await.map_err(RunError::from)?;
     let changes = reader.amendments().await?;
+    let kind = runs::kind(folder, reader).await.ok();
     // Before the rows are read: a process that ends meanwhile may leave them as of a running attempt.
     let states = states(reader, folder).await?;
     let newest = reader.newest(args.step, args.last).await?;
@@ -191,6 +195,7 @@ async fn overview(reader: &Reader, folder: &Utf8Path, args: &ShowArgs) -> anyhow
             .collect();
         let changed_settings = changes.iter().map(changed_setting).collect();
         return output::json(&Overview {
+            kind,
             report: &report,
             changed_settings,
             metrics: &metrics,
@@ -204,7 +209,7 @@ async fn overview(reader: &Reader, folder: &Utf8Path, args: &ShowArgs) -> anyhow
         steps.add_row(overview_row(line));
     }
     output::data(steps);
-    output::data(tables::final_table(&report));
+    output::data(tables::final_table(&report, kind != Some(Kind::Evaluation)));
     if !changes.is_empty() {
         let mut table = tables::table(&["changed settings", "at start", "time"]);
         for change in &changes {
@@ -414,8 +419,9 @@ fn turn_text(number: usize, turn: &TurnLog) -> String {
     }
     if let Some(fork) = turn.fork {
         lines.push(format!(
-            "── fork: the next turn leaves out {} tokens, from token {}",
-            fork.left_out, fork.at
+            "── fork: the next turn leaves out {}, from token {}",
+            output::counted(fork.left_out, "token"),
+            fork.at
         ));
     }
     lines.join("\n")
@@ -495,14 +501,14 @@ fn coverage(record: &EpisodeRecord, stored: &StoredEpisode) -> anyhow::Result<St
     } else {
         format!("{written} by the policy")
     };
-    Ok(format!("{tokens} tokens{forks}, {origin}; {mask}{cache}{returned}"))
+    Ok(format!("{}{forks}, {origin}; {mask}{cache}{returned}", output::counted(tokens, "token")))
 }
 
 /// The metrics that an external worker returned with its reward, as the end of a line.
 fn returned_metrics(summary: &EpisodeSummary) -> String {
-    let metrics = summary.metrics.iter().map(|(name, value)| format!("{name} {value}"));
+    let metrics = summary.metrics.iter().map(|(name, value)| format!("{name} = {value}"));
     let metrics = metrics.collect::<Vec<_>>().join(", ");
-    if metrics.is_empty() { metrics } else { format!("; its worker returned {metrics}") }
+    if metrics.is_empty() { metrics } else { format!("; metrics of its worker: {metrics}") }
 }
 
 #[cfg(test)]

@@ -93,14 +93,13 @@ fn text(status: &Status, waits: usize) -> String {
     let counts = &status.counts;
     if !counts.title.is_empty() {
         lines.push(format!(
-            "{}: {} of {} episodes ended, {} in flight, {} solved, {} broken attempts; groups: {} kept, \
-             {} dropped",
+            "{}: {} of {} ended, {} in flight, {} solved, {}; groups: {} kept, {} dropped",
             counts.title,
             counts.ended,
-            counts.planned,
+            output::counted(counts.planned, "episode"),
             counts.in_flight,
             counts.solved,
-            counts.broken,
+            output::counted(counts.broken, "broken attempt"),
             counts.kept,
             counts.dropped
         ));

@@ -356,3 +356,37 @@ fn unused(plan: &toml::Table) -> toml::Table {
         .filter_map(|key| algorithm.get(key).map(|value| (key.to_owned(), value.clone())));
     given.collect()
 }
+
+#[test]
+fn every_path_becomes_absolute_and_nothing_else_changes() {
+    let keys = [
+        "tasks.file",
+        "tasks.held_out_file",
+        "agent.folder",
+        "gateway.tls_cert",
+        "gateway.tls_key",
+        "gateway.tls_client_ca",
+        "engine.model",
+        "engine.tokenizer",
+        "engine.tls_ca",
+        "engine.tls_cert",
+        "engine.tls_key",
+        "trainer.tls_ca",
+        "trainer.tls_cert",
+        "trainer.tls_key",
+    ];
+    let current = std::env::current_dir().unwrap();
+    for key in keys {
+        let value = |path: &str| parse_assignment(&format!("{key}={path:?}")).unwrap();
+        let absolute = value("x/../y").with_absolute_paths().unwrap();
+        assert_eq!(absolute, value(&format!("{}/y", current.display())), "{key}");
+    }
+    for same in [
+        "tasks.file=\"hf://datasets/R2E-Gym/Tiny\"",
+        "engine.url=\"http://127.0.0.1:1\"",
+        "engine.served_model=\"a/../b\"",
+    ] {
+        let sections = parse_assignment(same).unwrap();
+        assert_eq!(sections.with_absolute_paths().unwrap(), sections, "{same}");
+    }
+}

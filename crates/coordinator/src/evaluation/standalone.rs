@@ -6,13 +6,13 @@ use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
 use crate::plan::{EvaluationPlan, TaskSet};
-use crate::progress::{RunKind, run_kind};
+use crate::progress::run_kind;
 use crate::stop::Stop;
 use camino::Utf8PathBuf;
 use orchestrate_engine::Engine;
 use orchestrate_rollout::Episodes;
 use orchestrate_sandbox::SandboxProvider;
-use orchestrate_store::Store;
+use orchestrate_store::{RunKind, Store};
 use orchestrate_types::PolicyVersion;
 use std::sync::Arc;
 

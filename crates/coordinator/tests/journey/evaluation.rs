@@ -2,9 +2,10 @@
 
 use crate::parts::Kill;
 use crate::support::{World, plan, usual};
-use orchestrate_coordinator::{Event, FailureClass, RunEnd, RunError, RunKind, Stop, run_kind};
-use orchestrate_store::Reader;
+use orchestrate_coordinator::{Event, FailureClass, RunEnd, RunError, Stop, run_kind};
+use orchestrate_store::{JOURNAL_FILE, Reader, RunKind};
 use orchestrate_types::{GroupId, PolicyVersion};
+use sqlx::Connection as _;
 use std::sync::atomic::Ordering;
 
 /// Evaluates until the end; `None` if `kill` ended the evaluation first.
@@ -19,6 +20,18 @@ async fn start(world: &World, kill: &std::sync::Arc<Kill>) -> Option<Result<RunE
 
 async fn finish(world: &World) -> RunEnd {
     start(world, &Kill::never()).await.unwrap().unwrap()
+}
+
+/// Makes the journal one of a version that did not record what a run does.
+async fn make_older(world: &World) {
+    let url = format!("sqlite://{}", world.folder.join(JOURNAL_FILE));
+    let mut connection = sqlx::SqliteConnection::connect(&url).await.unwrap();
+    for statement in
+        ["ALTER TABLE run DROP COLUMN kind", "DELETE FROM _sqlx_migrations WHERE version >= 4"]
+    {
+        sqlx::query(statement).execute(&mut connection).await.unwrap();
+    }
+    connection.close().await.unwrap();
 }
 
 #[tokio::test]
@@ -41,6 +54,8 @@ async fn evaluation_measures_held_out_tasks_without_a_trainer() {
     assert!(world.folder.join("report.html").exists());
     let reader = Reader::open(&world.folder).await.unwrap();
     assert_eq!(reader.versions().await.unwrap()[0].checkpoint, "/toy/start");
+    assert_eq!(run_kind(&reader, "/toy/other".into()).await.unwrap(), Some(RunKind::Evaluation));
+    make_older(&world).await;
     for model in ["/toy/start", "./start"] {
         let kind = run_kind(&reader, model.into()).await.unwrap();
         assert_eq!(kind, Some(RunKind::Evaluation), "{model}");
@@ -95,10 +110,23 @@ async fn stopped_evaluation_can_be_resumed() {
 async fn evaluation_refuses_the_folder_of_a_training_run() {
     let world = World::new(plan(1), usual);
     world.finish().await;
+    make_older(&world).await;
     let reader = Reader::open(&world.folder).await.unwrap();
     let kind = run_kind(&reader, "/toy/start".into()).await.unwrap();
     assert_eq!(kind, Some(RunKind::Training));
     let error = start(&world, &Kill::never()).await.unwrap().unwrap_err();
     assert!(matches!(error, RunError::HoldsTrainingRun), "{error}");
     assert_eq!(error.class(), FailureClass::Config);
+}
+
+#[tokio::test]
+async fn a_training_run_whose_trainer_begins_at_the_model_is_one_before_its_first_step() {
+    let world = World::new(plan(1), usual);
+    let store = world.store(RunKind::Training).await;
+    store.announce_version(PolicyVersion(0), 0, "/toy/start".into()).await.unwrap();
+    let kind = run_kind(store.reader(), "/toy/start".into()).await.unwrap();
+    assert_eq!(kind, Some(RunKind::Training));
+    drop(store);
+    let error = start(&world, &Kill::never()).await.unwrap().unwrap_err();
+    assert!(matches!(error, RunError::HoldsTrainingRun), "{error}");
 }

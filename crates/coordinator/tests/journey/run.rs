@@ -185,7 +185,7 @@ async fn step_without_any_gradient_is_skipped_with_its_reason() {
     let reader = Reader::open(&world.folder).await.unwrap();
     let steps = reader.steps().await.unwrap();
     assert!(steps.iter().all(|s| s.state == StepState::Skipped));
-    assert_eq!(steps[0].reason.as_deref(), Some("none of 6 groups has a gradient"));
+    assert_eq!(steps[0].reason.as_deref(), Some("no gradient in 6 groups"));
     assert_eq!(world.trainer.state.lock().unwrap().version, 0);
     let line = &world.metrics()[1];
     assert!(line["loss"].is_null());

@@ -8,7 +8,7 @@ use orchestrate_coordinator::{
 };
 use orchestrate_handoff::{AlgorithmSection, HandoffSection};
 use orchestrate_rollout::EpisodeRequest;
-use orchestrate_store::{NewRun, Store, StoreError};
+use orchestrate_store::{NewRun, RunKind, Store, StoreError};
 use orchestrate_tasks::{Split, Task};
 use orchestrate_types::{GroupId, HumanDuration, Limit, ModelName, Outcome, RunId, Stage, TaskId};
 use std::collections::BTreeMap;
@@ -158,12 +158,12 @@ impl World {
     }
 
     /// Opens or creates the journal as a newly started process would.
-    pub(crate) async fn store(&self) -> Store {
+    pub(crate) async fn store(&self, kind: RunKind) -> Store {
         let run: RunId = "01900000-0000-7000-8000-000000000001".parse().unwrap();
         loop {
             let opened = match Store::open(&self.folder).await {
                 Err(StoreError::Missing { .. }) => {
-                    let new = NewRun { run, plan_digest: "d".into() };
+                    let new = NewRun { run, plan_digest: "d".into(), kind };
                     Store::create(&self.folder, &new).await
                 }
                 other => other,
@@ -179,8 +179,8 @@ impl World {
     }
 
     /// Opens the journal as a newly started process does. Its failpoints let `kill` end the run.
-    async fn restarted(&self, kill: &Arc<Kill>) -> Store {
-        let mut store = self.store().await;
+    async fn restarted(&self, kill: &Arc<Kill>, kind: RunKind) -> Store {
+        let mut store = self.store(kind).await;
         store.set_failpoint(Arc::new(Hook(kill.clone())));
         // A new process: engines have to be told their weights again.
         *self.engine.version.lock().unwrap() = None;
@@ -202,7 +202,7 @@ impl World {
     pub(crate) async fn coordinator(&self, kill: &Arc<Kill>) -> Coordinator {
         Coordinator {
             folder: self.folder.clone(),
-            store: self.restarted(kill).await,
+            store: self.restarted(kill, RunKind::Training).await,
             episodes: self.episodes.clone(),
             engine: self.engine.clone(),
             trainer: self.trainer.clone(),
@@ -217,7 +217,7 @@ impl World {
     pub(crate) async fn evaluation(&self, kill: &Arc<Kill>) -> Evaluation {
         Evaluation {
             folder: self.folder.clone(),
-            store: self.restarted(kill).await,
+            store: self.restarted(kill, RunKind::Evaluation).await,
             episodes: self.episodes.clone(),
             engine: self.engine.clone(),
             checkpoint: "/toy/start".into(),

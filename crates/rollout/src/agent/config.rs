@@ -10,6 +10,7 @@ use orchestrate_settings::{Problems, between, setting_types, settings};
 use orchestrate_types::{HumanDuration, NOT_SHOWN};
 use schemars::JsonSchema;
 use serde::{Deserialize, Serialize};
+use std::collections::HashSet;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -120,6 +121,20 @@ fn check_together(_: &AgentSection, settings: &AgentSettings, problems: &mut Pro
     }
 }
 
+impl AgentSettings {
+    /// Records variables that are set twice, of which an agent sees one. Not for the plan of a run that has begun.
+    pub fn check_repeated_variables(&self, problems: &mut Problems) {
+        let mut names = HashSet::new();
+        for (index, variable) in self.env.iter().enumerate() {
+            let Some((name, _)) = variable.split_once('=') else { continue };
+            if !names.insert(name) {
+                let remedy = "must not be set again: a variable above has the same name";
+                problems.refuse(&format!("env[{index}]"), format!("{name:?}"), remedy);
+            }
+        }
+    }
+}
+
 impl AgentPreset {
     /// The preset's shell script.
     fn command(self) -> &'static str {
@@ -171,6 +186,14 @@ mod tests {
             found,
             ["agent.env[0] = \"\"", "agent.env[1] = \"a b\"", "agent.env[2] = \"(not shown)\""]
         );
+        let repeated = ["A=1", "B=2", "A=canary"].map(str::to_owned).to_vec();
+        let repeated = AgentSettings { env: repeated, ..AgentSettings::default() };
+        let mut problems = Problems::new("agent");
+        repeated.check_repeated_variables(&mut problems);
+        let found: Vec<String> = problems.into_found().iter().map(ToString::to_string).collect();
+        let expected =
+            "agent.env[2] = \"A\": must not be set again: a variable above has the same name";
+        assert_eq!(found, [expected]);
         let long = "x".repeat(STRING_BYTES + 1);
         let wrong =
             AgentSection { env: Some(vec![format!("A={long}")]), command: Some(long), ..wrong };

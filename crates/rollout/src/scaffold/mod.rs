@@ -86,7 +86,7 @@ impl Scaffold {
         let system = prompts.system.or(system).map(|text| text.replace("{workdir}", &task.workdir));
         // The issue is inserted last, so that nothing in its text is replaced.
         let prompt = prompts.task.unwrap_or(prompt).replace("{workdir}", &task.workdir);
-        let prompt = prompt.replacen("{problem_statement}", &task.problem_statement, 1);
+        let prompt = prompt.replace("{problem_statement}", &task.problem_statement);
         opening_messages(system.as_deref(), &self.message_text(prompt, turns))
     }
 

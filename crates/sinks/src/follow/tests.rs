@@ -2,7 +2,7 @@
 
 use super::*;
 use camino::Utf8PathBuf;
-use orchestrate_store::{NewRun, Store};
+use orchestrate_store::{NewRun, RunKind, Store};
 use orchestrate_types::{PolicyVersion, RunId};
 use serde_json::json;
 use std::sync::mpsc;
@@ -20,7 +20,8 @@ impl World {
     async fn new() -> Self {
         let folder = tempfile::tempdir().unwrap();
         let path = Utf8PathBuf::from_path_buf(folder.path().to_owned()).unwrap();
-        let new = NewRun { run: RunId::generate(), plan_digest: String::new() };
+        let (run, plan_digest, kind) = (RunId::generate(), String::new(), RunKind::Training);
+        let new = NewRun { run, plan_digest, kind };
         let store = Store::create(&path, &new).await.unwrap();
         Self { _folder: folder, store, warnings: Arc::default() }
     }

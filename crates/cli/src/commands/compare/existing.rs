@@ -8,6 +8,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
 use orchestrate_store::Reader;
+use std::collections::BTreeMap;
 use std::io::{self, BufReader, BufWriter, Read};
 
 /// The file in the folder of a comparison with all its runs. `--runs` reads it on any machine.
@@ -120,9 +121,20 @@ pub(super) fn plan(raw: &Sections, folder: &Utf8Path) -> anyhow::Result<serde_js
     let mut raw = raw.clone();
     raw.run.seed = None;
     (raw.run.name, raw.run.tags) = (None, None);
+    // An earlier version recorded paths as they were written.
+    raw = raw.with_absolute_paths()?;
+    raw.map_paths(&mut |path| {
+        *path = wiring::relative_to_current(Utf8Path::new(path.as_str())).to_string();
+    });
     let shown = raw.without_secrets();
     let mut plan = serde_json::to_value(&shown)?;
-    let files = task_source::recorded_files(folder)?;
+    let files = task_source::recorded_files(folder)?.into_iter();
+    let files: BTreeMap<String, String> = files
+        .map(|(file, digest)| {
+            let file = wiring::absolute(Utf8Path::new(&file))?;
+            Ok((wiring::relative_to_current(&file).to_string(), digest))
+        })
+        .collect::<Result<_, UsageError>>()?;
     let Some(entries) = plan.as_object_mut() else { return Ok(plan) };
     if !files.is_empty() {
         entries.insert("task_files".to_owned(), serde_json::to_value(files)?);

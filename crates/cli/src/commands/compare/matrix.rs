@@ -60,6 +60,7 @@ impl Matrix {
                     });
                     let (raw, left_out) =
                         loaded.with_context(|| format!("configuration {name:?}"))?;
+                    let raw = raw.with_absolute_paths()?;
                     for problem in left_out.iter().filter(|_| Some(&seed) == seeds.first()) {
                         output::say(format!(
                             "warning: configuration {name:?}: not read: {problem}"

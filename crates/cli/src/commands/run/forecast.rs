@@ -15,7 +15,6 @@ use std::process::ExitCode;
 
 /// Bytes of a token besides its routing row: id, mask, log-prob, version, validity.
 const TOKEN_BYTES: u64 = 4 + 1 + 4 + 8 + 1;
-const GIB: f64 = (1_u64 << 30) as f64;
 
 /// Upper bounds of a run, not counting retried attempts. A step trains on `rollout.groups_per_step`
 /// groups; because groups without a gradient are replaced, it samples up to
@@ -202,8 +201,18 @@ fn forecast(
     }
 }
 
+/// A number of bytes in the largest unit in which it is at least 1.
+fn size(bytes: u64) -> String {
+    const UNITS: [&str; 5] = ["B", "KiB", "MiB", "GiB", "TiB"];
+    let (mut value, mut unit) = (bytes as f64, 0);
+    while value >= 1024.0 && unit + 1 < UNITS.len() {
+        (value, unit) = (value / 1024.0, unit + 1);
+    }
+    let digits = usize::from(unit > 0);
+    format!("{value:.digits$} {}", UNITS.get(unit).unwrap_or(&"B"))
+}
+
 fn show(forecast: &Forecast) {
-    let gib = |bytes: u64| format!("{:.1} GiB", bytes as f64 / GIB);
     let mut table = tables::table(&["at most", ""]);
     let mut row = |name: &str, value: String| {
         table.add_row([name.to_owned(), value]);
@@ -218,17 +227,21 @@ fn show(forecast: &Forecast) {
     );
     row(
         "evaluation episodes",
-        format!("{} ({} evaluations)", forecast.evaluation_episodes, forecast.evaluations),
+        format!(
+            "{} ({})",
+            forecast.evaluation_episodes,
+            output::counted(forecast.evaluations, "evaluation")
+        ),
     );
     row(
         "tokens trained on",
         format!("{} ({} per step)", forecast.training_tokens, forecast.batch_tokens),
     );
     if let Some(bytes) = forecast.mask_wire_bytes_per_step {
-        row("routing rows received per step", gib(bytes));
+        row("routing rows received per step", size(bytes));
     }
     if let Some(bytes) = forecast.batch_disk_bytes {
-        row("batch on disk per step", gib(bytes));
+        row("batch on disk per step", size(bytes));
     }
     if let Some(images) = forecast.images {
         let pulls = forecast.image_pulls.map(|pulls| format!(" ({pulls} to pull)"));
@@ -236,16 +249,16 @@ fn show(forecast: &Forecast) {
     }
     for host in &forecast.docker_hosts {
         if let (Some(images), Some(bytes)) = (host.images, host.image_bytes) {
-            row(&format!("images on {}", host.host), format!("{images} ({})", gib(bytes)));
+            row(&format!("images on {}", host.host), format!("{images} ({})", size(bytes)));
         }
     }
     row(
         "containers at once",
-        format!("{} ({} memory)", forecast.containers, gib(forecast.container_memory_bytes)),
+        format!("{} ({} memory)", forecast.containers, size(forecast.container_memory_bytes)),
     );
     if forecast.docker_hosts.len() > 1 {
         for host in &forecast.docker_hosts {
-            let memory = gib(host.memory_bytes);
+            let memory = size(host.memory_bytes);
             row(
                 &format!("containers on {}", host.host),
                 format!("{} ({memory} memory)", host.max_containers),
@@ -261,6 +274,12 @@ fn show(forecast: &Forecast) {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn small_sizes_are_not_rounded_to_nothing() {
+        let shown = [0, 1023, 1024, 3 << 19, 5 << 30, 1 << 50].map(size);
+        assert_eq!(shown, ["0 B", "1023 B", "1.0 KiB", "1.5 MiB", "5.0 GiB", "1024.0 TiB"]);
+    }
 
     #[test]
     fn bounds_follow_from_settings_and_shape() {

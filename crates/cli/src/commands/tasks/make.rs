@@ -196,7 +196,8 @@ impl Maker<'_> {
             bail!(unusable(self.args, "no possible fault found in its functions".to_owned()));
         }
         let tests = generator.expected().len();
-        output::say(format!("{tests} tests pass, {} possible faults", order.len()));
+        let faults = output::counted(order.len(), "possible fault");
+        output::say(format!("passing: {}; {faults}", output::counted(tests, "test")));
         let wanted = u64::from(self.args.count);
         let progress = Progress::new(wanted);
         let mut made = Made { tests, left_out, ..Made::default() };
@@ -288,8 +289,8 @@ impl Maker<'_> {
             let names: Vec<String> =
                 left_out.iter().take(NAMED).map(|name| printable(name, NAME_CHARS)).collect();
             output::say(format!(
-                "note: {} tests are left out because they do not pass reliably: {}{}",
-                left_out.len(),
+                "note: left out {} that do not pass reliably: {}{}",
+                output::counted(left_out.len(), "test"),
                 names.join(", "),
                 if left_out.len() > NAMED { ", …" } else { "" }
             ));
