@@ -40,8 +40,8 @@ class Unreachable(OrchestrateError):
 class LeaseOver(OrchestrateError):
     """The episode is no longer this worker's, so a result that is returned now does not count.
 
-    One that was returned before counts; without one, the run repeats the episode. Stop working on it
-    and take another one.
+    One that was returned before counts; without one, the run repeats the episode. Stop working on
+    it and take another one.
     """
 
 

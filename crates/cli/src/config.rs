@@ -6,7 +6,7 @@
 
 use crate::args::ConfigSource;
 use crate::error::UsageError;
-use crate::{output, wiring};
+use crate::{output, paths};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{DiagnosticsSection, RunSection, TasksSection};
 use orchestrate_engine::{EngineKind, EngineSection};
@@ -406,7 +406,7 @@ impl Sections {
     pub(crate) fn with_absolute_paths(&self) -> Result<Self, UsageError> {
         let mut sections = self.clone();
         let mut failed = None;
-        sections.map_paths(&mut |path| match wiring::absolute(Utf8Path::new(path.as_str())) {
+        sections.map_paths(&mut |path| match paths::absolute(Utf8Path::new(path.as_str())) {
             // An empty path is refused where the file is read.
             _ if path.is_empty() => {}
             Ok(absolute) => *path = absolute.into_string(),

@@ -19,6 +19,7 @@ mod grader;
 mod images;
 mod live;
 pub mod output;
+mod paths;
 pub mod process;
 mod progress;
 mod run_folder;

@@ -3,12 +3,11 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, Settings};
-use crate::error::UsageError;
 use crate::gateway::{self, Gateway, NoSandboxes};
 use crate::run_folder::TURNS_FOLDER;
-use crate::{images, output, task_source, tool_servers};
+use crate::{images, output, paths, task_source, tool_servers};
 use anyhow::Context;
-use camino::{Utf8Component, Utf8Path, Utf8PathBuf};
+use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
 use orchestrate_coordinator::{
     Coordinator, Evaluation, EvaluationPlan, HttpTrainer, Plan, Reporter, TaskSet,
@@ -532,7 +531,7 @@ impl Parts {
             engine: self.engine,
             checkpoint: match settings.engine.served_model {
                 Some(_) => policy.to_owned(),
-                None => absolute(policy)?,
+                None => paths::absolute(policy)?,
             },
             sandboxes: self.sandboxes,
             tasks: self.tasks,
@@ -555,37 +554,6 @@ pub(crate) fn policy(settings: &Settings) -> &Utf8Path {
 /// An empty set of embedded servers.
 pub(crate) fn servers() -> Servers {
     Servers::new()
-}
-
-/// The absolute path of a file or folder, without `.` and `..`: the engine and the trainer may have another
-/// working directory, and their servers compare paths with the folders that they may read from. Links keep
-/// their names, because an inference server may know the folder by that name only; `..` after a link leads
-/// out of the link's target, as for the operating system.
-pub(crate) fn absolute(path: &Utf8Path) -> Result<Utf8PathBuf, UsageError> {
-    let not_a_path = |path: String| UsageError::NotAPath { path };
-    let whole = std::path::absolute(path).map_err(|_| not_a_path(path.to_string()))?;
-    let whole =
-        Utf8PathBuf::from_path_buf(whole).map_err(|path| not_a_path(path.display().to_string()))?;
-    let mut resolved = Utf8PathBuf::new();
-    for part in whole.components() {
-        if part == Utf8Component::ParentDir {
-            if resolved.is_symlink() {
-                // What does not exist is reported where it is read.
-                resolved = resolved.canonicalize_utf8().unwrap_or(resolved);
-            }
-            resolved.pop();
-        } else {
-            resolved.push(part);
-        }
-    }
-    Ok(resolved)
-}
-
-/// The path of a file or folder below the current folder as a relative one, so that comparisons of the same
-/// settings on several machines agree; any other path is returned as it is.
-pub(crate) fn relative_to_current(path: &Utf8Path) -> &Utf8Path {
-    let current = std::env::current_dir().ok();
-    current.and_then(|current| path.strip_prefix(current).ok()).unwrap_or(path)
 }
 
 /// The folders in which the files of a model are: the one around it and, where it or its files are links, as

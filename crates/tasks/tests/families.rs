@@ -1,7 +1,7 @@
 //! Rows of the data sets that have SWE-bench's columns: SWE-Gym, SWE-rebench, SWE-smith, and
 //! NeMo-Gym's records of them.
 
-#![expect(clippy::unwrap_used, reason = "a failed step fails the test")]
+#![expect(clippy::unwrap_used, clippy::indexing_slicing, reason = "a failed step fails the test")]
 
 use camino::Utf8PathBuf;
 use orchestrate_tasks::load::{self, Refused, Row};

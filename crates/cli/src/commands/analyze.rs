@@ -4,7 +4,7 @@ use super::runs::{self, Kind};
 use crate::args::AnalyzeArgs;
 use crate::error::UsageError;
 use crate::files::write_whole;
-use crate::{output, tables, wiring};
+use crate::{output, paths, tables};
 use camino::Utf8Path;
 use orchestrate_coordinator::RunError;
 use orchestrate_metrics::detect_collapse;
@@ -27,15 +27,15 @@ fn check_out(folder: &Utf8Path, out: &Utf8Path) -> Result<(), UsageError> {
 
 /// Runs the command.
 pub(crate) async fn run(args: AnalyzeArgs) -> anyhow::Result<ExitCode> {
-    let folder = wiring::absolute(&args.run_dir)?;
+    let folder = paths::absolute(&args.run_dir)?;
     let reader = Reader::open(&folder).await?;
     let report = RunReport::from_journal(&reader).await.map_err(RunError::from)?;
     if let Some(file) = &args.out {
-        check_out(&folder, &wiring::absolute(file)?)?;
+        check_out(&folder, &paths::absolute(file)?)?;
     }
     let lines = metrics_lines(&reader).await.map_err(RunError::from)?;
     let page = match &args.out {
-        Some(file) => wiring::absolute(file)?,
+        Some(file) => paths::absolute(file)?,
         None => folder.join("report.html"),
     };
     let written = write_whole(&page, &run_page(&report, &lines));

@@ -9,7 +9,7 @@ use crate::config::{self, ConfigError, Sections};
 use crate::exit::{STOPPED, TRAINER};
 use crate::files::write_whole;
 use crate::run_folder;
-use crate::{live, output, tables, wiring};
+use crate::{live, output, paths, tables};
 use camino::Utf8Path;
 use matrix::{Cell, Matrix};
 use orchestrate_coordinator::{OnCollapse, RunEnd, RunError, Stop};
@@ -20,7 +20,7 @@ use std::process::ExitCode;
 
 /// Runs the command.
 pub(crate) async fn run(args: CompareArgs) -> anyhow::Result<ExitCode> {
-    let out = args.out.as_deref().map(wiring::absolute).transpose()?;
+    let out = args.out.as_deref().map(paths::absolute).transpose()?;
     if !args.runs.is_empty() {
         let runs = existing::read(&args.runs).await?;
         if let Some(out) = &out {

@@ -6,7 +6,7 @@ use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::BrokenMeasurement;
 use crate::exit::STOPPED;
 use crate::run_folder::{self, Before, Opened};
-use crate::{live, output, tables, task_source, wiring};
+use crate::{live, output, paths, tables, task_source};
 use camino::Utf8Path;
 use comfy_table::Table;
 use orchestrate_coordinator::{RunEnd, Stop};
@@ -24,7 +24,7 @@ const MOST_BROKEN: f64 = 0.01;
 
 /// Runs the command, which was given as `name`.
 pub(crate) async fn run(args: EvalArgs, name: &str) -> anyhow::Result<ExitCode> {
-    let folder = wiring::absolute(&args.run_dir)?;
+    let folder = paths::absolute(&args.run_dir)?;
     let before = (!args.resume).then(|| Before::of(&folder));
     let opened = if args.resume {
         Box::pin(run_folder::resume(&folder, &args.source, RunKind::Evaluation)).await?
@@ -72,7 +72,7 @@ async fn create(args: &EvalArgs, folder: &Utf8Path) -> anyhow::Result<Opened> {
             let error = "a chat server has its own weights; remove --checkpoint".to_owned();
             anyhow::bail!(ConfigError::Layer { name: "--checkpoint".into(), error });
         }
-        raw.engine.model = Some(wiring::absolute(checkpoint)?.into_string());
+        raw.engine.model = Some(paths::absolute(checkpoint)?.into_string());
     }
     if raw.tasks.file.is_some() && raw.tasks.held_out_file.is_none() {
         let remedy = "name rows to evaluate on";

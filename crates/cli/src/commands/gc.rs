@@ -3,7 +3,7 @@
 use crate::args::{ConfigSource, GcArgs};
 use crate::config::{self, ConfigError, Sections};
 use crate::run_folder::{PLAN_FILE, planned};
-use crate::{output, wiring};
+use crate::{output, paths};
 use camino::Utf8Path;
 use orchestrate_sandbox::{
     DockerProvider, GcScope, SandboxError, SandboxProvider, SandboxSettings, SweepReport,
@@ -14,7 +14,7 @@ use std::process::ExitCode;
 
 /// Runs the command on every Docker host; one that does not answer does not affect the others.
 pub(crate) async fn run(args: GcArgs) -> anyhow::Result<ExitCode> {
-    let folder = args.run_dir.as_deref().map(wiring::absolute).transpose()?;
+    let folder = args.run_dir.as_deref().map(paths::absolute).transpose()?;
     let config = settings(folder.as_deref(), &args.source).await?;
     let only = match &folder {
         Some(folder) => Some(Reader::open(folder).await?.run().await?.run),

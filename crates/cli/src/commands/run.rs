@@ -9,7 +9,7 @@ use crate::error::StoppedAtStart;
 use crate::exit::{self, STOPPED};
 use crate::run_folder::{self, Before, Opened};
 use crate::sinks::RunSinks;
-use crate::{live, output, status, tables, wiring};
+use crate::{live, output, paths, status, tables, wiring};
 use camino::Utf8Path;
 use futures::future::BoxFuture;
 use orchestrate_coordinator::{RunEnd, RunError, Stop, is_finished};
@@ -24,12 +24,12 @@ use tracing::Instrument as _;
 pub(crate) async fn run(args: RunArgs) -> anyhow::Result<ExitCode> {
     if args.dry_run {
         if let Some(run_dir) = &args.run_dir {
-            run_folder::check_unused(&wiring::absolute(run_dir)?)?;
+            run_folder::check_unused(&paths::absolute(run_dir)?)?;
         }
         return forecast::run(&args.source, args.json).await;
     }
     let Some(run_dir) = &args.run_dir else { anyhow::bail!("--run-dir is missing") };
-    let folder = wiring::absolute(run_dir)?;
+    let folder = paths::absolute(run_dir)?;
     let before = (!args.resume).then(|| Before::of(&folder));
     let opened = if args.resume {
         let opened = run_folder::resume(&folder, &args.source, RunKind::Training).await?;

@@ -3,7 +3,7 @@
 use crate::args::RunsArgs;
 use crate::error::InputError;
 use crate::run_folder::planned;
-use crate::{output, tables, wiring};
+use crate::{output, paths, tables, wiring};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, is_finished, run_kind};
 use orchestrate_metrics::MetricsLine;
@@ -66,7 +66,7 @@ struct Listing {
 
 /// Runs the command.
 pub(crate) async fn run(args: RunsArgs) -> anyhow::Result<ExitCode> {
-    let root = wiring::absolute(&args.folder)?;
+    let root = paths::absolute(&args.folder)?;
     let mut folders = Vec::new();
     find(&root, DEPTH, &mut folders)
         .map_err(|source| InputError::Unreadable { file: args.folder.clone(), source })?;

@@ -3,7 +3,7 @@
 use crate::args::{ServeEngineArgs, ServeTrainerArgs};
 use crate::config::{ConfigError, weight_format};
 use crate::error::UsageError;
-use crate::{output, wiring};
+use crate::{output, paths};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_http_server::{AllowedFolders, HttpOptions};
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
@@ -25,7 +25,7 @@ pub(crate) async fn engine(args: ServeEngineArgs) -> anyhow::Result<ExitCode> {
         max_running: usize::from(args.max_running.get()),
         cache_tokens: args.cache_tokens.get().try_into().unwrap_or(usize::MAX),
         http: args.network.options(args.listen, token)?,
-        ..EngineOptions::new(wiring::absolute(&args.model)?)
+        ..EngineOptions::new(paths::absolute(&args.model)?)
     };
     if !args.checkpoint_roots.is_empty() {
         options.checkpoint_roots = allowed(&args.checkpoint_roots)?;
@@ -43,8 +43,8 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
     let roots =
         if args.batch_roots.is_empty() { vec![Utf8PathBuf::from(".")] } else { args.batch_roots };
     let options = TrainerOptions {
-        policy: wiring::absolute(&args.model)?,
-        checkpoints: wiring::absolute(&args.checkpoints)?,
+        policy: paths::absolute(&args.model)?,
+        checkpoints: paths::absolute(&args.checkpoints)?,
         keep: args.keep,
         batch_roots: allowed(&roots)?,
         http: args.network.options(args.listen, token)?,
@@ -57,7 +57,7 @@ pub(crate) async fn trainer(args: ServeTrainerArgs) -> anyhow::Result<ExitCode> 
 }
 
 fn allowed(roots: &[Utf8PathBuf]) -> Result<AllowedFolders, UsageError> {
-    let roots = roots.iter().map(|root| wiring::absolute(root));
+    let roots = roots.iter().map(|root| paths::absolute(root));
     Ok(AllowedFolders::below(roots.collect::<Result<Vec<_>, _>>()?))
 }
 

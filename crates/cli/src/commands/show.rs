@@ -5,7 +5,7 @@ use super::tasks::NAME_CHARS;
 use crate::args::ShowArgs;
 use crate::error::UsageError;
 use crate::run_folder::{TURNS_FOLDER, planned};
-use crate::{output, tables, wiring};
+use crate::{output, paths, tables};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{EpisodeDetail, EpisodeSummary, RunError};
 use orchestrate_metrics::MetricsLine;
@@ -26,7 +26,7 @@ const REASON_CHARS: usize = 400;
 
 /// Runs the command.
 pub(crate) async fn run(args: ShowArgs) -> anyhow::Result<ExitCode> {
-    let folder = wiring::absolute(&args.run_dir)?;
+    let folder = paths::absolute(&args.run_dir)?;
     let reader = Reader::open(&folder).await?;
     match &args.episode {
         None => overview(&reader, &folder, &args).await?,

@@ -4,7 +4,7 @@ use super::runs::{Entry, State, entry};
 use crate::args::StatusArgs;
 use crate::spans::Wait;
 use crate::status::{self, Status};
-use crate::{output, tables, wiring};
+use crate::{output, paths, tables};
 use orchestrate_metrics::{MetricsLine, StepLine};
 use orchestrate_types::{unix_micros, utc};
 use serde::Serialize;
@@ -29,7 +29,7 @@ struct Printed<'a> {
 
 /// Runs the command.
 pub(crate) async fn run(args: StatusArgs) -> anyhow::Result<ExitCode> {
-    let folder = wiring::absolute(&args.run_dir)?;
+    let folder = paths::absolute(&args.run_dir)?;
     let (run, lines) = entry(&folder, args.run_dir.clone()).await?;
     let holder = run.holder.as_deref();
     let status = holder.and_then(|holder| status::read(&folder, holder));

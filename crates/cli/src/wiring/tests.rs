@@ -86,29 +86,3 @@ fn a_checkpoint_renders_prompts_with_the_templates_and_special_tokens_of_its_mod
         assert_eq!(prompts(&to), expected);
     }
 }
-
-#[test]
-fn a_path_is_resolved_as_by_the_operating_system_but_keeps_links() {
-    let guard = tempfile::tempdir().unwrap();
-    let root = Utf8Path::from_path(guard.path()).unwrap().canonicalize_utf8().unwrap();
-    fs_err::create_dir_all(root.join("a/b")).unwrap();
-    fs_err::create_dir_all(root.join("c")).unwrap();
-    std::os::unix::fs::symlink(root.join("a/b"), root.join("c/link")).unwrap();
-    for (written, expected) in [
-        ("a/./b/../b/", "a/b"),
-        ("c/link", "c/link"),
-        ("c/link/../b", "a/b"),
-        ("missing/../a", "a"),
-    ] {
-        let resolved = absolute(&root.join(written)).unwrap();
-        assert_eq!(resolved, root.join(expected), "{written}");
-    }
-    assert_eq!(absolute(Utf8Path::new("/../..")).unwrap(), "/");
-    let current = Utf8PathBuf::try_from(std::env::current_dir().unwrap()).unwrap();
-    let here = absolute(Utf8Path::new("./a/b")).unwrap();
-    assert_eq!(here, current.join("a/b"));
-    assert_eq!(relative_to_current(&here), Utf8Path::new("a/b"));
-    let elsewhere = Utf8Path::new("/elsewhere/a");
-    assert_eq!(relative_to_current(elsewhere), elsewhere);
-    assert!(absolute(Utf8Path::new("")).is_err());
-}

@@ -3,7 +3,7 @@
 use crate::config::Sections;
 use crate::error::{InputError, OutputError, UsageError};
 use crate::run_folder::planned;
-use crate::{task_source, wiring};
+use crate::{paths, task_source};
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_coordinator::{RunError, RunSettings, is_finished};
 use orchestrate_report::{ComparedRun, ConfigRuns, read_runs, write_runs};
@@ -48,7 +48,7 @@ impl<R: Read> Read for Limited<R> {
 pub(super) async fn read(paths: &[Utf8PathBuf]) -> anyhow::Result<Vec<ConfigRuns>> {
     let mut configs: Vec<ConfigRuns> = Vec::new();
     for path in paths {
-        let path = wiring::absolute(path)?;
+        let path = paths::absolute(path)?;
         let found =
             if path.is_file() { from_file(&path)? } else { vec![from_folder(&path).await?] };
         for mut one in found {
@@ -124,15 +124,15 @@ pub(super) fn plan(raw: &Sections, folder: &Utf8Path) -> anyhow::Result<serde_js
     // An earlier version recorded paths as they were written.
     raw = raw.with_absolute_paths()?;
     raw.map_paths(&mut |path| {
-        *path = wiring::relative_to_current(Utf8Path::new(path.as_str())).to_string();
+        *path = paths::relative_to_current(Utf8Path::new(path.as_str())).to_string();
     });
     let shown = raw.without_secrets();
     let mut plan = serde_json::to_value(&shown)?;
     let files = task_source::recorded_files(folder)?.into_iter();
     let files: BTreeMap<String, String> = files
         .map(|(file, digest)| {
-            let file = wiring::absolute(Utf8Path::new(&file))?;
-            Ok((wiring::relative_to_current(&file).to_string(), digest))
+            let file = paths::absolute(Utf8Path::new(&file))?;
+            Ok((paths::relative_to_current(&file).to_string(), digest))
         })
         .collect::<Result<_, UsageError>>()?;
     let Some(entries) = plan.as_object_mut() else { return Ok(plan) };
