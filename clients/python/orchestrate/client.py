@@ -69,8 +69,11 @@ class Gateway(GatewayBase):
         worker: Name of this worker in the run's messages; by default host and process.
         patience: Seconds for which a gateway that does not answer is asked again: it may be
             starting, or its run may be resumed after a kill.
-        verify: What `httpx` verifies certificates with.
-        cert: Certificate and key of this client, for a gateway that asks for one.
+        verify: A PEM file with the authorities whose certificates are trusted; by default those of
+            `certifi`. An `ssl.SSLContext` works, too, but not for environments, because other
+            processes connect as well.
+        cert: PEM files with the certificate and the key of this client, for a gateway that asks for
+            them.
     """
 
     def _connect(self, verify: Any, cert: Any) -> None:

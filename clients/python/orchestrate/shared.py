@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import ssl
 import time
 import traceback
 from collections.abc import Iterator, Mapping, Sequence
@@ -40,11 +42,16 @@ def pauses() -> Iterator[float]:
 
 def client_options(verify: Any, cert: Any) -> dict[str, Any]:
     """Arguments of an `httpx` client. Variables for proxies are ignored."""
+    if isinstance(verify, str | os.PathLike):
+        verify = ssl.create_default_context(cafile=verify)
+    if isinstance(cert, tuple):
+        if verify is True:
+            verify = httpx.create_ssl_context(trust_env=False)
+        verify.load_cert_chain(*cert)
     return {
         "timeout": httpx.Timeout(90.0, connect=10.0),
         "limits": httpx.Limits(max_connections=None, keepalive_expiry=5.0),
         "verify": verify,
-        "cert": cert,
         "trust_env": False,
     }
 

@@ -7,6 +7,7 @@ import contextlib
 import logging
 import os
 import signal
+import ssl
 import sys
 import threading
 import time
@@ -58,6 +59,11 @@ def work(
     """
     if in_process is None:
         in_process = not isinstance(function, Environment)
+    if not in_process and isinstance(gateway.connection.verify, ssl.SSLContext):
+        raise TypeError(
+            "an environment runs in processes of its own, which cannot be given an SSLContext: "
+            "pass Gateway(…, verify=FILE) with the path of a PEM file"
+        )
     pool = _Pool(function, gateway, episodes, in_process)
     threads = [threading.Thread(target=pool.run, daemon=True) for _ in range(workers)]
     for thread in threads:
@@ -183,9 +189,9 @@ class _Pool:
 def main(function: Function | Environment) -> None:
     """Runs workers as a program, which exits when the run ends.
 
-    Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers`, `--patience` (see `Gateway`)
-    and `--secret-env`, the name of the variable that holds the secret (by default
-    `ORCHESTRATE_SECRET`).
+    Options: `--url` (or the variable `ORCHESTRATE_URL`), `--workers`, `--patience` (see `Gateway`),
+    `--secret-env`, the name of the variable that holds the secret (by default
+    `ORCHESTRATE_SECRET`), and for TLS `--tls-ca`, `--tls-cert` and `--tls-key`.
     """
     parser = argparse.ArgumentParser(description=function.__doc__)
     default = os.environ.get("ORCHESTRATE_URL", "http://127.0.0.1:4170")
@@ -204,14 +210,36 @@ def main(function: Function | Environment) -> None:
         metavar="NAME",
         help="environment variable with the gateway's secret [ORCHESTRATE_SECRET]",
     )
+    parser.add_argument(
+        "--tls-ca",
+        metavar="FILE",
+        help="PEM file with the authorities of the gateway's certificate [those of certifi]",
+    )
+    parser.add_argument(
+        "--tls-cert",
+        metavar="FILE",
+        help="PEM file with a certificate of this worker, for a gateway that asks for one",
+    )
+    parser.add_argument(
+        "--tls-key", metavar="FILE", help="PEM file with the private key of --tls-cert"
+    )
     options = parser.parse_args()
+    if (options.tls_cert is None) != (options.tls_key is None):
+        parser.error("--tls-cert and --tls-key belong together")
+    for file in filter(None, (options.tls_ca, options.tls_cert, options.tls_key)):
+        if not os.path.isfile(file):
+            parser.error(f"{file} is not a file")
     logging.basicConfig(level=logging.INFO, format="%(levelname)s %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, _interrupt)
     secret = os.environ.get(options.secret_env)
+    cert = (options.tls_cert, options.tls_key) if options.tls_cert else None
+    verify = options.tls_ca or True
     try:
-        with Gateway(options.url, secret, patience=options.patience) as gateway:
+        with Gateway(
+            options.url, secret, patience=options.patience, verify=verify, cert=cert
+        ) as gateway:
             returned = work(function, gateway, workers=options.workers)
     except OrchestrateError as error:
         sys.exit(f"error: {error}")

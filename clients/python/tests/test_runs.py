@@ -404,15 +404,21 @@ def test_an_environment_that_always_fails_stops_the_run_with_its_traceback(
     assert run.states().keys() <= {"broken", "intended"}
 
 
-def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_path: Path) -> None:
+def certificate(folder: Path, name: str, address: str = "127.0.0.1") -> tuple[Path, Path]:
+    """A new certificate that is its own authority, and its key, as PEM files."""
     if shutil.which("openssl") is None:
         pytest.skip("openssl is not installed")
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert, key = folder / f"{name}.pem", folder / f"{name}-key.pem"
     made = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", "-days", "2"]
-    names = ["-subj", "/CN=gateway", "-addext", "subjectAltName=IP:127.0.0.1"]
+    names = ["-subj", f"/CN={name}", "-addext", f"subjectAltName=IP:{address}"]
     usage = ["-addext", "basicConstraints=critical,CA:FALSE"]
     files = ["-keyout", str(key), "-out", str(cert)]
     subprocess.run([*made, *names, *usage, *files], check=True, capture_output=True)
+    return cert, key
+
+
+def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_path: Path) -> None:
+    cert, key = certificate(tmp_path, "gateway")
     tls = settings(f"gateway.tls_cert={cert}", f"gateway.tls_key={key}")
     run = start_run("run", *CONFIG, *listen(), *tls)
     assert run.url.startswith("https://")
@@ -429,3 +435,39 @@ def test_tls_is_served_and_an_open_address_needs_a_secret(start_run: Start, tmp_
     refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert refused.returncode == 3, refused.stderr
     assert "is reachable from other hosts" in refused.stderr
+
+
+def test_workers_reach_a_gateway_with_mutual_tls(
+    start_run: Start, worker: Worker, tmp_path: Path
+) -> None:
+    cert, key = certificate(tmp_path, "gateway")
+    own, own_key = certificate(tmp_path, "worker")
+    tls = {"tls_cert": cert, "tls_key": key, "tls_client_ca": own}
+    assignments = [f"gateway.{name}={file}" for name, file in tls.items()]
+    run = start_run("run", *CONFIG, *listen(), *settings(*assignments))
+    # An environment: the processes in which it runs connect by themselves.
+    script = tmp_path / "worker.py"
+    script.write_text(
+        "import orchestrate\n\n"
+        "@orchestrate.environment\n"
+        "def hello(episode):\n"
+        "    episode.chat([{'role': 'user', 'content': 'hello'}])\n"
+        "    return 0.5\n\n"
+        "if __name__ == '__main__':\n"
+        "    hello.main()\n"
+    )
+    files = ("--tls-ca", cert, "--tls-cert", own, "--tls-key", own_key)
+    process = worker(script, *map(str, files), "--patience", "30", ORCHESTRATE_URL=run.url)
+    wait_for(lambda: run.states().get("sealed", 0) >= 1, "an episode has ended")
+    assert process.poll() is None
+    context = ssl.create_default_context(cafile=cert)
+    with (
+        orchestrate.Gateway(run.url, patience=0.2, verify=context) as gateway,
+        pytest.raises(TypeError, match="SSLContext"),
+    ):
+        orchestrate.work(orchestrate.environment(lambda _: 0.0), gateway)
+    with (
+        orchestrate.Gateway(run.url, patience=0.2, verify=str(cert)) as anonymous,
+        pytest.raises(orchestrate.Unreachable),
+    ):
+        anonymous.take()
