@@ -80,7 +80,7 @@ fn docker_made_tasks_are_verified_complete_and_reproducible() {
     };
     let (summary, said) = make("a.jsonl", &["--jobs", "2"]);
     assert!(summary.contains("4 tasks, each verified twice"), "{summary}");
-    assert!(said.contains("1 tests are left out"), "{said}");
+    assert!(said.contains("1 test left out"), "{said}");
     assert!(!at.join("a.partial.jsonl").exists());
 
     let made = rows(&at.join("a.jsonl"));

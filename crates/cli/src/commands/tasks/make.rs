@@ -289,7 +289,7 @@ impl Maker<'_> {
             let names: Vec<String> =
                 left_out.iter().take(NAMED).map(|name| printable(name, NAME_CHARS)).collect();
             output::say(format!(
-                "note: left out {} that do not pass reliably: {}{}",
+                "note: {} left out for unreliable results: {}{}",
                 output::counted(left_out.len(), "test"),
                 names.join(", "),
                 if left_out.len() > NAMED { ", …" } else { "" }
