@@ -18,6 +18,7 @@ mod glob;
 mod grader;
 mod images;
 mod live;
+mod model_files;
 pub mod output;
 mod paths;
 pub mod process;

@@ -5,6 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, ConfigError, Sections, Settings};
 use crate::error::UsageError;
 use crate::files::write_whole;
+use crate::model_files::MODEL_FILES;
 use crate::{task_source, wiring};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
@@ -176,9 +177,10 @@ async fn check_changes(before: &Settings, after: &Settings, reader: &Reader) -> 
 /// Name of the folder with the turns of external agents in a run folder.
 pub(crate) const TURNS_FOLDER: &str = "turns";
 /// Entries of a run folder that this program makes.
-const ENTRIES: [&str; 20] = [
+const ENTRIES: [&str; 21] = [
     PLAN_FILE,
     task_source::FILES_FILE,
+    MODEL_FILES,
     "status.json",
     "tool-servers.json",
     "metrics.jsonl",

@@ -5,7 +5,7 @@ use crate::args::ConfigSource;
 use crate::config::{self, Settings};
 use crate::gateway::{self, Gateway, NoSandboxes};
 use crate::run_folder::TURNS_FOLDER;
-use crate::{images, output, paths, task_source, tool_servers};
+use crate::{images, model_files, output, paths, task_source, tool_servers};
 use anyhow::Context;
 use camino::{Utf8Path, Utf8PathBuf};
 use futures::future::join_all;
@@ -447,6 +447,8 @@ async fn runner(
     servers: &mut Servers,
     sandboxes: Arc<dyn SandboxProvider>,
 ) -> anyhow::Result<EpisodeRunner> {
+    let (of_engine, of_run) = (settings.engine.clone(), folder.to_owned());
+    tokio::task::spawn_blocking(move || model_files::check(&of_engine, &of_run)).await??;
     let tool_servers = tool_servers::connect(settings, folder).await?;
     let schemas = tool_servers.schemas();
     let engine: Arc<dyn Engine> =
