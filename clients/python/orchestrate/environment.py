@@ -20,7 +20,7 @@ from typing import Any, overload
 from .client import Connection, Episode
 from .container import SandboxLimits
 from .sandbox import SandboxOptions
-from .wire import AgentFailure, EpisodeEnded, LeaseOver, OrchestrateError, Taken
+from .wire import AgentFailure, EpisodeEnded, LeaseOver, OrchestrateError, Taken, number_of
 
 #: What is returned for an episode: the reward, alone or with metrics.
 Result = float | tuple[float, dict[str, float]]
@@ -176,7 +176,7 @@ def run_function(
         if to_verdict is not None:
             return to_verdict(result)
         reward, metrics = result if isinstance(result, tuple) else (result, {})
-        return Verdict("reward", float(reward), {**episode.metrics, **metrics})
+        return Verdict("reward", number_of(reward, "reward"), {**episode.metrics, **metrics})
     except AgentFailure as error:
         return Verdict("agent", message=str(error))
     except EpisodeEnded:

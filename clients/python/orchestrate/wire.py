@@ -172,16 +172,31 @@ def default_worker() -> str:
     return f"{socket.gethostname()}-{os.getpid()}"[:100]
 
 
+def number_of(value: Any, name: str) -> float:
+    """A value as a number. Text is refused, also if it reads like one: which number a function
+    means by it is not known.
+
+    Raises:
+        ValueError: It is not a number.
+    """
+    if isinstance(value, str | bytes | bytearray):
+        raise ValueError(f"{name} = {value!r}: must be a number, not text")
+    return float(value)
+
+
 def finish_body(reward: float, metrics: Mapping[str, float] | None) -> dict[str, Any]:
     """The body of a result.
 
     Raises:
-        ValueError: The reward is not from 0 to 1, or a metric is not finite.
+        ValueError: The reward is not from 0 to 1, a metric is not finite, or two have one name.
     """
-    reward = float(reward)
+    reward = number_of(reward, "reward")
     if not 0.0 <= reward <= 1.0:  # False for NaN, too.
         raise ValueError(f"reward = {reward}: must be from 0 to 1")
-    numbers = {str(name): float(value) for name, value in (metrics or {}).items()}
+    given = (metrics or {}).items()
+    numbers = {str(name): number_of(value, f"metric {name}") for name, value in given}
+    if len(numbers) < len(given):
+        raise ValueError(f"two metrics have one name: {', '.join(map(repr, metrics or {}))}")
     for name, value in numbers.items():
         if not math.isfinite(value):
             raise ValueError(f"metric {name} = {value}: must be finite")

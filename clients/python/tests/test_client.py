@@ -89,6 +89,16 @@ def test_rewards_outside_the_range_and_metrics_without_a_value_are_refused(scrip
                 episode.finish(reward)
         with pytest.raises(ValueError, match="must be finite"):
             episode.finish(1.0, {"a": float("nan")})
+        # Text is refused, also if it reads like a number.
+        for value in ("1", " 1e0 ", b"1"):
+            text: Any = value
+            with pytest.raises(ValueError, match=r"reward = .* must be a number"):
+                episode.finish(text)
+            with pytest.raises(ValueError, match=r"metric a = .* must be a number"):
+                episode.finish(1.0, {"a": text})
+        twice: Any = {1: 1.0, "1": 2.0}
+        with pytest.raises(ValueError, match="two metrics have one name"):
+            episode.finish(1.0, twice)
         assert server.paths("finish") == []
         episode.finish(1.0)
 

@@ -15,6 +15,7 @@ use crate::error::{EngineError, EngineErrorKind, ErrorDetail, Refusal};
 use crate::generation::{MessageReply, Reply};
 use crate::http::{ModelList, Server, send};
 use crate::message::ChatMessage;
+use crate::probe::BusyCalls;
 use crate::reply::truncated;
 use crate::request::{GenerateRequest, MessagePrompt, Prompt, Sampling};
 use async_trait::async_trait;
@@ -339,7 +340,13 @@ impl Worker for ChatClient {
     /// Has a conversation of two turns, with the prompt, the tools and the fields of a run's requests: it shows
     /// whether the model exists, the API key is accepted, and everything that a run sends is.
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
-        let info = self.info().await?;
+        let mut busy = BusyCalls::default();
+        let info = loop {
+            match self.info().await {
+                Err(error) => busy.wait_after(error).await?,
+                Ok(info) => break info,
+            }
+        };
         let (facts, findings) =
             self.converse().await.map_err(|kind| self.server.error(COMPLETIONS, kind))?;
         Ok(ProbeReport { info, facts, findings })

@@ -310,7 +310,7 @@ pub(crate) async fn wait_for_start(
     let may_be_starting = |error: &EngineError| {
         let transient = match &error.kind {
             EngineErrorKind::Unreachable(_) | EngineErrorKind::TimedOut(_) => true,
-            EngineErrorKind::Refused { status, .. } => *status == 503,
+            EngineErrorKind::Refused { status, .. } => matches!(status, 429 | 502 | 503 | 504),
             EngineErrorKind::ContextFull(_)
             | EngineErrorKind::InvalidReply(_)
             | EngineErrorKind::GenerationFailed(_)

@@ -41,7 +41,13 @@ const UNLIKELY_LOGPROB: f32 = -0.7;
 #[async_trait]
 impl<D: Dialect> Worker for Client<D> {
     async fn probe(&self) -> Result<ProbeReport, EngineError> {
-        let capabilities = self.query_capabilities().await?;
+        let mut busy = BusyCalls::default();
+        let capabilities = loop {
+            match self.query_capabilities().await {
+                Err(error) => busy.wait_after(error).await?,
+                Ok(capabilities) => break capabilities,
+            }
+        };
         let mut probe = Probe {
             client: self,
             run: RunId::generate(),
@@ -87,6 +93,12 @@ impl BusyCalls {
             }
             Retry::After(_) | Retry::Now | Retry::Never => Err(kind),
         }
+    }
+
+    /// Like [`Self::wait`], for an error with its call.
+    pub(crate) async fn wait_after(&mut self, error: EngineError) -> Result<(), EngineError> {
+        let EngineError { engine, call, kind } = error;
+        self.wait(kind).await.map_err(|kind| EngineError { engine, call, kind })
     }
 }
 

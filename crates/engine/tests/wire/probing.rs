@@ -233,10 +233,13 @@ async fn a_busy_server_is_asked_again() {
         let mut tasks = JoinSet::new();
         let toy =
             Mutex::new(Toy { vllm: false, broken: Broken::Nothing, calls: 0, seen: Vec::new() });
-        let refused = AtomicU32::new(0);
+        let (refused, described) = (AtomicU32::new(0), AtomicU32::new(0));
         let (url, _) = serve(&mut tasks, move |path, sent| match path {
-            // Two of three calls are refused.
+            // Two of three generations are refused, and the first two descriptions.
             "/generate" if refused.fetch_add(1, Ordering::Relaxed) % 3 < 2 => {
+                Reply::Busy(status, "0")
+            }
+            "/server_info" if described.fetch_add(1, Ordering::Relaxed) < 2 => {
                 Reply::Busy(status, "0")
             }
             "/generate" => Reply::Now(200, toy.lock().unwrap().generate(sent).to_string()),
