@@ -8,6 +8,7 @@ use serde::Deserialize;
 use serde::de::value::SeqAccessDeserializer;
 use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -252,10 +253,19 @@ impl Choice {
         Self { choice, allowed: Some(allowed) }
     }
 
-    /// Checks that the request has the tools that are named, and hides those that the reply may not call.
+    /// Checks that the request has the tools that are named, each of them once, and hides those that the reply
+    /// may not call.
     pub(crate) fn apply(self, tools: &mut Vec<Tool>) -> Result<ToolChoice, Problem> {
         let problem = |why: &str| Err(Problem::field("tool_choice", why));
         let Self { choice, allowed } = self;
+        let mut names = HashSet::with_capacity(tools.len());
+        if let Some(tool) = tools.iter().find(|tool| !names.insert(tool.name.as_str())) {
+            let problem = format!(
+                "the model would read the name `{}` twice; a name is of one tool",
+                tool.name
+            );
+            return Err(Problem::field("tools", problem));
+        }
         if allowed.as_ref().is_some_and(Vec::is_empty) {
             return problem("allows no tool that the model knows; send `none`");
         }

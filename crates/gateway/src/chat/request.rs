@@ -132,13 +132,16 @@ pub(super) fn parse(bytes: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
     let messages = body.messages.into_iter().enumerate();
     let messages = messages.map(|(index, message)| convert(message, index));
     let messages = messages.collect::<Result<_, _>>()?;
-    let max_tokens = limit(body.max_completion_tokens, "max_completion_tokens")?;
+    let limits = [
+        limit(body.max_completion_tokens, "max_completion_tokens")?,
+        limit(body.max_tokens, "max_tokens")?,
+    ];
     let request = SampleRequest {
         dialect: Dialect::Chat,
         messages: answered(messages, "messages")?,
         tools,
         tool_choice,
-        max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),
+        max_tokens: limits.into_iter().flatten().min(),
         stop: stop_strings(body.stop, "stop")?,
         sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
         thinking,
@@ -318,6 +321,15 @@ mod tests {
         assert_eq!(request.messages[2].tool_calls[0].arguments, "{ }");
         assert_eq!(request.messages[3], Message::tool("c1", "x"));
         assert_eq!(request.thinking, None);
+    }
+
+    #[test]
+    fn the_smaller_of_two_token_limits_counts() {
+        for (first, second) in [(1, 50), (50, 1)] {
+            let body = json!({"messages": [{"role": "user", "content": "a"}],
+                "max_tokens": first, "max_completion_tokens": second});
+            assert_eq!(request(&body).unwrap().0.max_tokens, Some(1), "{body}");
+        }
     }
 
     #[test]

@@ -434,6 +434,38 @@ fn every_form_of_tool_choice_of_messages_is_treated_as_its_table_says() {
 }
 
 #[test]
+fn a_name_is_of_one_tool() {
+    let chat = |tools: Value| {
+        let tools = tools.as_array().unwrap().iter();
+        let tools: Vec<Value> =
+            tools.map(|tool| json!({"type": "function", "function": tool})).collect();
+        meaning::<Chat>(&json!({"messages": [{"role": "user", "content": "a"}], "tools": tools}))
+    };
+    let responses = |tools: Value| meaning::<Responses>(&json!({"input": "a", "tools": tools}));
+    let messages = |tools: Value| {
+        let user = json!([{"role": "user", "content": "a"}]);
+        meaning::<Messages>(&json!({"max_tokens": 1, "messages": user, "tools": tools}))
+    };
+    let function = |name: &str| json!({"type": "function", "name": name});
+    let namespace = |tools: Value| json!({"type": "namespace", "name": "a", "tools": tools});
+    for (found, name) in [
+        (chat(json!([{"name": "f"}, {"name": "g"}, {"name": "f"}])), "f"),
+        (chat(json!([{"name": "f"}, {"name": "f", "description": "d"}])), "f"),
+        (
+            messages(json!([{"name": "f", "input_schema": {}}, {"name": "f", "input_schema": {}}])),
+            "f",
+        ),
+        (responses(json!([function("f"), {"type": "custom", "name": "f"}])), "f"),
+        (responses(json!([function("a__b"), namespace(json!([function("b")]))])), "a__b"),
+        (responses(json!([namespace(json!([function("b"), function("b")]))])), "a__b"),
+    ] {
+        assert!(found.starts_with("tools: ") && found.contains(&format!("`{name}`")), "{found}");
+    }
+    let apart = responses(json!([function("b"), namespace(json!([function("b")]))]));
+    assert!(apart.contains("Request {"), "{apart}");
+}
+
+#[test]
 fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
     let body = json!({
         "messages": [{"role": "user", "content": "a", "näme,\n": 1}, {"role": "user", "weight": 0.5}],
