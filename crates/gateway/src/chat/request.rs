@@ -265,6 +265,15 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
             ..Message::new(role, text)
         });
     }
+    let misplaced = [
+        ("tool_calls", message.tool_calls.is_some_and(|calls| !calls.is_empty())),
+        ("reasoning_content", message.reasoning_content.is_some_and(|text| !text.is_empty())),
+        ("reasoning", message.reasoning.is_some_and(|text| !text.is_empty())),
+    ];
+    if let Some((field, _)) = misplaced.into_iter().find(|(_, is_set)| *is_set) {
+        let why = "only a message of the assistant has this field";
+        return Err(Problem::field(format!("{at}.{field}"), why));
+    }
     if role == Role::Tool {
         let id = message.tool_call_id.ok_or_else(|| {
             Problem::field(format!("{at}.tool_call_id"), "a tool message names the call it answers")
@@ -377,6 +386,15 @@ mod tests {
         for (message, field) in [
             (json!({"role": "function", "content": "a"}), "messages[0].role"),
             (json!({"role": "tool", "content": "a"}), "messages[0].tool_call_id"),
+            (
+                json!({"role": "user", "content": "a", "reasoning_content": "b"}),
+                "messages[0].reasoning_content",
+            ),
+            (json!({"role": "system", "content": "a", "reasoning": "b"}), "messages[0].reasoning"),
+            (
+                json!({"role": "user", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}),
+                "messages[0].tool_calls",
+            ),
             (json!({"role": "user", "content": []}), "messages[0].content"),
             (json!({"role": "user", "content": null}), "messages[0].content"),
             (json!({"role": "user"}), "messages[0].content"),
