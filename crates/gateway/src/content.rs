@@ -5,9 +5,10 @@ use crate::problem::{Kind, Problem};
 use crate::sampler::{Tool, ToolChoice};
 use orchestrate_types::{UniqueKeys, mended_json, rounded_integer, whole_zeros};
 use serde::Deserialize;
-use serde::de::value::SeqAccessDeserializer;
-use serde::de::{DeserializeOwned, Deserializer, SeqAccess, Visitor};
+use serde::de::value::{MapAccessDeserializer, SeqAccessDeserializer};
+use serde::de::{DeserializeOwned, Deserializer, MapAccess, SeqAccess, Visitor};
 use serde_json::{Value, json};
+use std::collections::HashSet;
 use std::fmt;
 use std::marker::PhantomData;
 
@@ -21,7 +22,7 @@ const MAX_STOP_STRINGS: usize = 64;
 /// Names the first field with a wrong type, the place where the JSON is malformed, or a whole number that
 /// would be rounded.
 pub(crate) fn parse<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
-    let parsed = parse_rounding(body)?;
+    let Object(parsed) = parse_rounding(body)?;
     let number = std::str::from_utf8(body).ok().and_then(rounded_integer);
     number.map_or(Ok(parsed), |number| {
         let problem = format!("the number {number:.60} has more than 64 bits; send it as a string");
@@ -54,6 +55,29 @@ fn parse_rounding<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
 pub(crate) fn unique<'de, D: Deserializer<'de>>(from: D) -> Result<Option<Value>, D::Error> {
     let value = Option::<UniqueKeys>::deserialize(from)?;
     Ok(value.map(|UniqueKeys(value)| value))
+}
+
+/// A value that is written as an object. Derived types read a list as their fields in the order of their code,
+/// and the tables of fields would not see those.
+#[derive(Debug)]
+pub(crate) struct Object<T>(pub(crate) T);
+
+impl<'de, T: Deserialize<'de>> Deserialize<'de> for Object<T> {
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        struct Fields<T>(PhantomData<T>);
+        impl<'de, T: Deserialize<'de>> Visitor<'de> for Fields<T> {
+            type Value = Object<T>;
+
+            fn expecting(&self, out: &mut fmt::Formatter<'_>) -> fmt::Result {
+                out.write_str("an object")
+            }
+
+            fn visit_map<A: MapAccess<'de>>(self, fields: A) -> Result<Self::Value, A::Error> {
+                T::deserialize(MapAccessDeserializer::new(fields)).map(Object)
+            }
+        }
+        deserializer.deserialize_map(Fields(PhantomData))
+    }
 }
 
 /// A string or a list.
@@ -252,10 +276,19 @@ impl Choice {
         Self { choice, allowed: Some(allowed) }
     }
 
-    /// Checks that the request has the tools that are named, and hides those that the reply may not call.
+    /// Checks that the request has the tools that are named, each of them once, and hides those that the reply
+    /// may not call.
     pub(crate) fn apply(self, tools: &mut Vec<Tool>) -> Result<ToolChoice, Problem> {
         let problem = |why: &str| Err(Problem::field("tool_choice", why));
         let Self { choice, allowed } = self;
+        let mut names = HashSet::with_capacity(tools.len());
+        if let Some(tool) = tools.iter().find(|tool| !names.insert(tool.name.as_str())) {
+            let problem = format!(
+                "the model would read the name `{}` twice; a name is of one tool",
+                tool.name
+            );
+            return Err(Problem::field("tools", problem));
+        }
         if allowed.as_ref().is_some_and(Vec::is_empty) {
             return problem("allows no tool that the model knows; send `none`");
         }
@@ -347,7 +380,8 @@ mod tests {
                 "18446744073709551616 has more",
             ),
             ("{", None, "not a valid request"),
-            ("[]", None, "not a valid request"),
+            ("[]", None, "expected an object"),
+            ("[\"a\"]", None, "expected an object"),
         ] {
             let problem = text(body).unwrap_err();
             assert_eq!(problem.field.as_deref(), field, "{body}");

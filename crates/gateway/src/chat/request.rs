@@ -132,13 +132,16 @@ pub(super) fn parse(bytes: &[u8]) -> Result<(SampleRequest, Chat), Problem> {
     let messages = body.messages.into_iter().enumerate();
     let messages = messages.map(|(index, message)| convert(message, index));
     let messages = messages.collect::<Result<_, _>>()?;
-    let max_tokens = limit(body.max_completion_tokens, "max_completion_tokens")?;
+    let limits = [
+        limit(body.max_completion_tokens, "max_completion_tokens")?,
+        limit(body.max_tokens, "max_tokens")?,
+    ];
     let request = SampleRequest {
         dialect: Dialect::Chat,
         messages: answered(messages, "messages")?,
         tools,
         tool_choice,
-        max_tokens: max_tokens.or(limit(body.max_tokens, "max_tokens")?),
+        max_tokens: limits.into_iter().flatten().min(),
         stop: stop_strings(body.stop, "stop")?,
         sampling: AskedSampling { temperature: body.temperature, top_p: body.top_p },
         thinking,
@@ -262,6 +265,15 @@ fn convert(message: ChatMessage, index: usize) -> Result<Message, Problem> {
             ..Message::new(role, text)
         });
     }
+    let misplaced = [
+        ("tool_calls", message.tool_calls.is_some_and(|calls| !calls.is_empty())),
+        ("reasoning_content", message.reasoning_content.is_some_and(|text| !text.is_empty())),
+        ("reasoning", message.reasoning.is_some_and(|text| !text.is_empty())),
+    ];
+    if let Some((field, _)) = misplaced.into_iter().find(|(_, is_set)| *is_set) {
+        let why = "only a message of the assistant has this field";
+        return Err(Problem::field(format!("{at}.{field}"), why));
+    }
     if role == Role::Tool {
         let id = message.tool_call_id.ok_or_else(|| {
             Problem::field(format!("{at}.tool_call_id"), "a tool message names the call it answers")
@@ -321,6 +333,15 @@ mod tests {
     }
 
     #[test]
+    fn the_smaller_of_two_token_limits_counts() {
+        for (first, second) in [(1, 50), (50, 1)] {
+            let body = json!({"messages": [{"role": "user", "content": "a"}],
+                "max_tokens": first, "max_completion_tokens": second});
+            assert_eq!(request(&body).unwrap().0.max_tokens, Some(1), "{body}");
+        }
+    }
+
+    #[test]
     fn thinking_is_read_from_the_fields_that_clients_use() {
         for (field, value, thinking) in [
             ("enable_thinking", json!(false), false),
@@ -365,6 +386,15 @@ mod tests {
         for (message, field) in [
             (json!({"role": "function", "content": "a"}), "messages[0].role"),
             (json!({"role": "tool", "content": "a"}), "messages[0].tool_call_id"),
+            (
+                json!({"role": "user", "content": "a", "reasoning_content": "b"}),
+                "messages[0].reasoning_content",
+            ),
+            (json!({"role": "system", "content": "a", "reasoning": "b"}), "messages[0].reasoning"),
+            (
+                json!({"role": "user", "content": "a", "tool_calls": [{"id": "c", "function": {"name": "f"}}]}),
+                "messages[0].tool_calls",
+            ),
             (json!({"role": "user", "content": []}), "messages[0].content"),
             (json!({"role": "user", "content": null}), "messages[0].content"),
             (json!({"role": "user"}), "messages[0].content"),

@@ -24,7 +24,7 @@ pub(crate) use tables::{CHAT, MESSAGES, RESPONSES, TOKENS};
 /// The header of a reply that lists the overridden fields of its request.
 pub(crate) const HEADER: &str = "x-overridden-fields";
 
-/// Maximum number of fields that are listed, and of characters of one.
+/// Maximum number of overridden fields of a request, and of characters of one that is listed.
 const MAX_LISTED: usize = 64;
 const MAX_PATH: usize = 96;
 
@@ -77,7 +77,7 @@ impl Overridden {
 
     /// The value of [`HEADER`]; `None` if nothing was overridden.
     pub(crate) fn header(&self) -> Option<String> {
-        let listed: Vec<&str> = self.paths().take(MAX_LISTED).collect();
+        let listed: Vec<&str> = self.paths().collect();
         (!listed.is_empty()).then(|| listed.join(", "))
     }
 
@@ -102,11 +102,9 @@ impl Overridden {
 
     /// Adds a path. Characters that headers cannot have are replaced.
     fn add(&mut self, path: &str) {
-        if self.0.len() < MAX_LISTED {
-            let allowed = |c: char| c.is_ascii_graphic() && c != ',';
-            let shown = path.chars().take(MAX_PATH).map(|c| if allowed(c) { c } else { '?' });
-            self.0.insert(shown.collect());
-        }
+        let allowed = |c: char| c.is_ascii_graphic() && c != ',';
+        let shown = path.chars().take(MAX_PATH).map(|c| if allowed(c) { c } else { '?' });
+        self.0.insert(shown.collect());
     }
 }
 
@@ -161,6 +159,22 @@ impl Found {
         self.place.truncate(place);
     }
 
+    /// Refuses this field, unless one before it is refused.
+    fn refuse(&mut self, why: impl fmt::Display) {
+        self.refused.get_or_insert_with(|| Problem::field(&self.place, why));
+    }
+
+    /// Lists this field. All of them fit into the header and the record, or the request is refused.
+    fn list(&mut self) {
+        self.overridden.add(&self.path);
+        if self.overridden.0.len() > MAX_LISTED {
+            self.refuse(format!(
+                "the request has more than {MAX_LISTED} fields that are not honoured; leave out those that the \
+                 documentation does not list as honoured"
+            ));
+        }
+    }
+
     fn apply(&mut self, treatment: Treatment, value: &Value) {
         let is_one_of = |values: &[&str]| match value {
             Value::String(text) => values.contains(&text.as_str()),
@@ -186,17 +200,16 @@ impl Found {
             Treatment::Types(_, others, _) | Treatment::Words(_, others, _)
                 if is_word(others, value) =>
             {
-                self.overridden.add(&self.path);
+                self.list();
                 return;
             }
             Treatment::Words(own, others, _) => {
-                let problem = || Problem::field(&self.place, one_of(&[own, others].concat()));
-                self.refused.get_or_insert_with(problem);
+                self.refuse(one_of(&[own, others].concat()));
                 return;
             }
             Treatment::TextFormat(_) if !structured(value) => return,
             Treatment::Overridden(_) | Treatment::InEvaluations(_) | Treatment::Partly(..) => {
-                self.overridden.add(&self.path);
+                self.list();
                 return;
             }
             Treatment::Refused(why)
@@ -369,6 +382,12 @@ impl<'de> Visitor<'de> for Walk<'_> {
     }
 
     fn visit_seq<A: SeqAccess<'de>>(mut self, mut list: A) -> Result<(), A::Error> {
+        // Parsing reads such a list as the fields in the order of the code.
+        if self.node.is_some_and(|node| !node.inner.contains_key("[]")) {
+            self.found.refuse("must be an object, not a list");
+            while list.next_element::<IgnoredAny>()?.is_some() {}
+            return Ok(());
+        }
         for index in 0_usize.. {
             let before = self.found.enter("[]", &format!("[{index}]"));
             let item = list.next_element_seed(self.inner("[]"))?;

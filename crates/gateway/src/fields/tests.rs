@@ -434,6 +434,80 @@ fn every_form_of_tool_choice_of_messages_is_treated_as_its_table_says() {
 }
 
 #[test]
+fn a_name_is_of_one_tool() {
+    let chat = |tools: Value| {
+        let tools = tools.as_array().unwrap().iter();
+        let tools: Vec<Value> =
+            tools.map(|tool| json!({"type": "function", "function": tool})).collect();
+        meaning::<Chat>(&json!({"messages": [{"role": "user", "content": "a"}], "tools": tools}))
+    };
+    let responses = |tools: Value| meaning::<Responses>(&json!({"input": "a", "tools": tools}));
+    let messages = |tools: Value| {
+        let user = json!([{"role": "user", "content": "a"}]);
+        meaning::<Messages>(&json!({"max_tokens": 1, "messages": user, "tools": tools}))
+    };
+    let function = |name: &str| json!({"type": "function", "name": name});
+    let namespace = |tools: Value| json!({"type": "namespace", "name": "a", "tools": tools});
+    for (found, name) in [
+        (chat(json!([{"name": "f"}, {"name": "g"}, {"name": "f"}])), "f"),
+        (chat(json!([{"name": "f"}, {"name": "f", "description": "d"}])), "f"),
+        (
+            messages(json!([{"name": "f", "input_schema": {}}, {"name": "f", "input_schema": {}}])),
+            "f",
+        ),
+        (responses(json!([function("f"), {"type": "custom", "name": "f"}])), "f"),
+        (responses(json!([function("a__b"), namespace(json!([function("b")]))])), "a__b"),
+        (responses(json!([namespace(json!([function("b"), function("b")]))])), "a__b"),
+    ] {
+        assert!(found.starts_with("tools: ") && found.contains(&format!("`{name}`")), "{found}");
+    }
+    let apart = responses(json!([function("b"), namespace(json!([function("b")]))]));
+    assert!(apart.contains("Request {"), "{apart}");
+}
+
+#[test]
+fn lists_in_place_of_objects_are_refused() {
+    let user = json!([{"role": "user", "content": "a"}]);
+    let chat = |field: &str, value: Value| {
+        let mut body = json!({"messages": user});
+        body[field] = value;
+        Chat::parse(body.to_string().as_bytes(), Purpose::Sample).map(drop)
+    };
+    let responses = |field: &str, value: Value| {
+        let mut body = json!({"input": "a"});
+        body[field] = value;
+        Responses::parse(body.to_string().as_bytes(), Purpose::Sample).map(drop)
+    };
+    let messages = |field: &str, value: Value| {
+        let mut body = json!({"max_tokens": 1, "messages": user});
+        body[field] = value;
+        Messages::parse(body.to_string().as_bytes(), Purpose::Sample).map(drop)
+    };
+    let call = json!([{"role": "assistant", "tool_calls": [["c", {"name": "f"}]]}]);
+    let item = json!([["message", "user", "a", null, null, null, null, null, null, null, null]]);
+    let custom = json!([{"type": "custom", "name": "f", "format": ["text", null, null]}]);
+    let inner = json!([{"type": "namespace", "name": "n", "tools": [
+        ["function", "f", null, null, null, null]]}]);
+    for (found, field) in [
+        (chat("thinking", json!(["off"])), "thinking"),
+        (chat("chat_template_kwargs", json!([false, null])), "chat_template_kwargs"),
+        (chat("messages", call), "messages[0].tool_calls[0]"),
+        (responses("reasoning", json!(["off"])), "reasoning"),
+        (responses("input", item), "input[0]"),
+        (responses("tools", json!([["shell", "q", "d", {}, null, null]])), "tools[0]"),
+        (responses("tools", custom), "tools[0].format"),
+        (responses("tools", inner), "tools[0].tools[0]"),
+        (messages("thinking", json!(["off"])), "thinking"),
+        (messages("tool_choice", json!(["none", "x"])), "tool_choice"),
+        (check(br#"{"sampling_params": [7]}"#, &TOKENS).map(drop), "sampling_params"),
+    ] {
+        let problem = found.expect_err(field);
+        assert_eq!(problem.field.as_deref(), Some(field), "{}", problem.message);
+        assert!(problem.message.contains("an object"), "{}", problem.message);
+    }
+}
+
+#[test]
 fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
     let body = json!({
         "messages": [{"role": "user", "content": "a", "näme,\n": 1}, {"role": "user", "weight": 0.5}],
@@ -443,9 +517,18 @@ fn fields_without_an_entry_are_named_and_names_fit_into_a_header() {
     let expected = "messages[].n?me??, messages[].weight, seed, temperature";
     assert_eq!(found.header().as_deref(), Some(expected));
     assert_eq!(check(b"{}", &CHAT).unwrap().header(), None);
-    let many: serde_json::Map<_, _> = (0..200).map(|n| (format!("f{n}"), json!(1))).collect();
-    let found = check(Value::from(many).to_string().as_bytes(), &CHAT).unwrap();
-    assert_eq!(found.paths().count(), MAX_LISTED);
+    let many = |count: usize| {
+        let fields: serde_json::Map<_, _> =
+            (0..count).map(|n| (format!("f{n:03}"), json!(1))).collect();
+        check(Value::from(fields).to_string().as_bytes(), &CHAT)
+    };
+    let mut found = many(MAX_LISTED).unwrap();
+    found.add_tools();
+    let header = found.header().unwrap();
+    assert!(header.starts_with("f000, ") && header.ends_with("f063, tools"), "{header}");
+    let problem = many(MAX_LISTED + 1).unwrap_err();
+    assert_eq!(problem.field.as_deref(), Some("f064"));
+    assert!(problem.message.contains("more than 64 fields"), "{}", problem.message);
     let other = json!({"chat_template_kwargs": {"enable_thinking": false, "tone": "kind"}});
     let problem = check(other.to_string().as_bytes(), &CHAT).unwrap_err();
     assert_eq!(problem.field.as_deref(), Some("chat_template_kwargs.tone"));

@@ -38,6 +38,7 @@ impl Block {
     fn into_text(self, at: &str) -> Result<String, Problem> {
         match self.kind.as_str() {
             "text" => {
+                refuse_misplaced(self.thinking.as_deref(), &format!("{at}.thinking"))?;
                 let missing = || Problem::field(format!("{at}.text"), "a text block has a text");
                 self.text.ok_or_else(missing)
             }
@@ -45,6 +46,14 @@ impl Block {
             "tool_reference" => Ok(self.tool_name.unwrap_or_default()),
             kind => Err(only_text(format!("{at}.type"), kind)),
         }
+    }
+}
+
+/// Refuses a text that blocks of this type do not have: the model would not read it.
+fn refuse_misplaced(text: Option<&str>, at: &str) -> Result<(), Problem> {
+    match text {
+        None | Some("") => Ok(()),
+        Some(_) => Err(Problem::field(at, "a block of this type has no such field")),
     }
 }
 
@@ -123,6 +132,7 @@ fn user(history: &mut History, content: TextOr<Block>, at: &str) -> Result<(), P
         }
         let missing = || Problem::field(format!("{at}.tool_use_id"), "this field is required");
         let id = block.tool_use_id.ok_or_else(missing)?;
+        refuse_misplaced(block.text.as_deref(), &format!("{at}.text"))?;
         let text = join(text(block.content, &format!("{at}.content"))?, "\n");
         history.push(Message::tool(id, text));
         results = true;
@@ -286,6 +296,14 @@ mod tests {
             (json!({"type": "image", "source": {}}), "messages[0].content[0].type"),
             (json!({"type": "document", "source": {}}), "messages[0].content[0].type"),
             (json!({"type": "text"}), "messages[0].content[0].text"),
+            (
+                json!({"type": "text", "text": "a", "thinking": "b"}),
+                "messages[0].content[0].thinking",
+            ),
+            (
+                json!({"type": "tool_result", "tool_use_id": "t", "text": "a"}),
+                "messages[0].content[0].text",
+            ),
             (json!({"type": "tool_result", "content": "a"}), "messages[0].content[0].tool_use_id"),
             (
                 json!({"type": "tool_result", "tool_use_id": "t", "content": [{"type": "image"}]}),

@@ -2,6 +2,7 @@
 
 use super::offered::{FailureKind, OfferEnd, Returned};
 use crate::code::ErrorCode;
+use crate::content::Object;
 use axum::Json;
 use axum::http::StatusCode;
 use axum::response::{IntoResponse, Response};
@@ -55,7 +56,7 @@ pub(super) struct Finish {
     reward: Option<f64>,
     #[serde(default, deserialize_with = "metrics")]
     metrics: BTreeMap<String, f64>,
-    failure: Option<Failure>,
+    failure: Option<Object<Failure>>,
 }
 
 /// Metrics by name. Of two with the same name, one would be lost without a word.
@@ -154,7 +155,7 @@ pub(super) fn parsed<T: DeserializeOwned>(body: &[u8]) -> Result<T, Problem> {
     let mut reader = serde_json::Deserializer::from_slice(&body);
     serde_path_to_error::deserialize(&mut reader)
         .map_err(|error| error.to_string())
-        .and_then(|value| reader.end().map(|()| value).map_err(|error| error.to_string()))
+        .and_then(|Object(value)| reader.end().map(|()| value).map_err(|error| error.to_string()))
         .map_err(|error| Problem::Invalid(format!("the body is invalid: {error}")))
 }
 
@@ -193,7 +194,7 @@ impl Finish {
             (Some(reward), None) => {
                 return invalid(format!("reward = {reward}: must be from 0 to 1"));
             }
-            (None, Some(Failure { kind, message })) => {
+            (None, Some(Object(Failure { kind, message }))) => {
                 let kind = match kind {
                     Kind::Environment => FailureKind::Environment,
                     Kind::Agent => FailureKind::Agent,

@@ -41,9 +41,11 @@ pub(super) fn append(history: &mut History, item: Item, at: &str) -> Result<(), 
             Ok(())
         }
         "function_call_output" | "custom_tool_call_output" => {
-            let text = output(item.output, &format!("{at}.output"))?;
-            let missing = || Problem::field(format!("{at}.call_id"), "this field is required");
-            history.push(Message::tool(item.call_id.ok_or_else(missing)?, text));
+            let missing =
+                |field: &str| Problem::field(format!("{at}.{field}"), "this field is required");
+            let call = item.call_id.ok_or_else(|| missing("call_id"))?;
+            let result = item.output.ok_or_else(|| missing("output"))?;
+            history.push(Message::tool(call, output(result, &format!("{at}.output"))?));
             Ok(())
         }
         "item_reference" => {
@@ -100,16 +102,15 @@ fn reasoning(history: &mut History, item: Item, at: &str) -> Result<(), Problem>
 }
 
 /// The text of a call's result.
-fn output(output: Option<Value>, at: &str) -> Result<String, Problem> {
+fn output(output: Value, at: &str) -> Result<String, Problem> {
     match output {
-        None | Some(Value::Null) => Ok(String::new()),
-        Some(value @ (Value::String(_) | Value::Array(_))) => {
+        value @ (Value::String(_) | Value::Array(_)) => {
             let parsed = serde_path_to_error::deserialize::<_, TextOr<Part>>(value);
             let content = parsed
                 .map_err(|error| Problem::field(format!("{at}{}", error.path()), error.inner()))?;
             text_of(Some(content), at, "\n")
         }
-        Some(_) => Err(Problem::field(at, "must be a string or a list of parts")),
+        _ => Err(Problem::field(at, "must be a string or a list of parts")),
     }
 }
 
@@ -119,7 +120,7 @@ impl Item {
             |field: &str| Problem::field(format!("{at}.{field}"), "this field is required");
         let field = if is_custom { "input" } else { "arguments" };
         let text = match if is_custom { self.input } else { self.arguments } {
-            None | Some(Value::Null) => String::new(),
+            None => return Err(missing(field)),
             Some(Value::String(text)) => text,
             Some(_) => return Err(Problem::field(format!("{at}.{field}"), "must be a string")),
         };
@@ -198,7 +199,23 @@ mod tests {
                 json!({"role": "user", "content": [{"type": "input_image"}]}),
                 "input[0].content[0].type",
             ),
-            (json!({"type": "function_call", "name": "f"}), "input[0].call_id"),
+            (json!({"type": "function_call", "name": "f", "arguments": ""}), "input[0].call_id"),
+            (
+                json!({"type": "function_call", "name": "f", "call_id": "c", "input": "{}"}),
+                "input[0].arguments",
+            ),
+            (
+                json!({"type": "custom_tool_call", "name": "f", "call_id": "c", "arguments": "{}"}),
+                "input[0].input",
+            ),
+            (
+                json!({"type": "function_call_output", "call_id": "c", "content": "a"}),
+                "input[0].output",
+            ),
+            (
+                json!({"type": "custom_tool_call_output", "call_id": "c", "output": null}),
+                "input[0].output",
+            ),
             (
                 json!({"type": "function_call", "name": "f", "call_id": "c", "arguments": {}}),
                 "input[0].arguments",

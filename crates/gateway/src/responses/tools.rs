@@ -1,6 +1,6 @@
 //! Tools: functions, functions in namespaces, and tools with free text as their input.
 
-use crate::content::{self, AllowedMode, Choice};
+use crate::content::{self, AllowedMode, Choice, Object};
 use crate::message::json_of;
 use crate::problem::Problem;
 use crate::sampler::{Tool, ToolChoice};
@@ -22,8 +22,8 @@ pub(super) struct ToolParam {
     description: Option<String>,
     #[serde(default, deserialize_with = "content::unique")]
     parameters: Option<Value>,
-    format: Option<FormatParam>,
-    tools: Option<Vec<ToolParam>>,
+    format: Option<Object<FormatParam>>,
+    tools: Option<Vec<Object<ToolParam>>>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -99,7 +99,8 @@ impl Tools {
                 Some("custom") => self.add_one(param, namespace, true, &at)?,
                 Some("namespace") if depth < MAX_DEPTH => {
                     let inner = flat_name(namespace, param.name.as_deref().unwrap_or_default());
-                    let tools = param.tools.take().unwrap_or_default();
+                    let tools = param.tools.take().unwrap_or_default().into_iter();
+                    let tools = tools.map(|Object(tool)| tool).collect();
                     self.add(tools, Some(&inner), &format!("{at}.tools"), depth + 1)?;
                 }
                 Some("namespace") => {
@@ -127,6 +128,16 @@ impl Tools {
         is_custom: bool,
         at: &str,
     ) -> Result<(), Problem> {
+        let misplaced = if is_custom {
+            [("parameters", param.parameters.is_some()), ("tools", param.tools.is_some())]
+        } else {
+            [("format", param.format.is_some()), ("tools", param.tools.is_some())]
+        };
+        if let Some((field, _)) = misplaced.into_iter().find(|(_, is_set)| *is_set) {
+            let kind = if is_custom { "custom" } else { "function" };
+            let problem = format!("a tool of type `{kind}` has no such field");
+            return Err(Problem::field(format!("{at}.{field}"), problem));
+        }
         let (description, schema) = if is_custom {
             (Some(param.custom_description(at)?), Some(custom_schema()))
         } else {
@@ -146,7 +157,7 @@ impl ToolParam {
     /// The description with the grammar of the input.
     fn custom_description(&self, at: &str) -> Result<String, Problem> {
         let description = self.description.clone().unwrap_or_default();
-        let Some(FormatParam { kind, syntax, definition }) = &self.format else {
+        let Some(Object(FormatParam { kind, syntax, definition })) = &self.format else {
             return Ok(description);
         };
         match (kind.as_deref(), syntax.as_deref(), definition) {
@@ -256,6 +267,9 @@ mod tests {
             (json!({"type": "function"}), "tools[0].name"),
             (json!({"type": "function", "name": "f", "parameters": 3}), "tools[0]"),
             (json!({"type": "custom", "name": "f", "format": {"type": "xml"}}), "tools[0].format"),
+            (json!({"name": "f", "format": {"type": "text"}}), "tools[0].format"),
+            (json!({"type": "function", "name": "f", "tools": []}), "tools[0].tools"),
+            (json!({"type": "custom", "name": "f", "parameters": {}}), "tools[0].parameters"),
             (
                 json!({"type": "custom", "name": "f", "format": {"type": "grammar", "syntax": "lark"}}),
                 "tools[0].format",

@@ -229,6 +229,8 @@ async fn invalid_results_are_refused_and_change_nothing() {
         r#"{"reward": 1} x"#,
         "{}",
         "[]",
+        "[0.5, {}, null]",
+        r#"{"failure": ["agent", "x"]}"#,
         "",
         "\u{0}\u{1}",
         many.as_str(),
@@ -243,6 +245,7 @@ async fn invalid_results_are_refused_and_change_nothing() {
     for body in [
         json!({}),
         json!({"worker": "", "take_id": "a"}),
+        json!(["w", "a", 0.0]),
         json!({"worker": "a\nb", "take_id": "a"}),
         json!({"worker": "w", "take_id": "x".repeat(200)}),
         json!({"worker": "w", "take_id": "a", "wait_s": "long"}),
