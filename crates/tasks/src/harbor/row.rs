@@ -573,7 +573,7 @@ mod tests {
                 json!({"reward": 1.5}),
                 "`harbor.min_reward`: it is above 1",
             ),
-            ("/steps/0/verifier", "envs", json!({}), "`verifier` has the key `envs`"),
+            ("/steps/0/verifier", "time_out_s", json!(1), "`verifier` has the key `time_out_s`"),
         ] {
             let mut row = row();
             let name: String = key.chars().filter(|c| *c != '_').collect();
