@@ -184,13 +184,20 @@ impl<'a> Skip<'a> {
             let rows = output::counted(self.found(), "row");
             output::say(format!("note: {file}: tasks.skip leaves out {rows}"));
         }
-        let mut unknown = self.unknown();
-        if let Some(id) = unknown.next() {
-            let more = match unknown.count() {
-                0 => String::new(),
-                more => format!(", and {more} more ids of tasks.skip"),
-            };
-            output::say(format!("note: {file}: no row has the id `{id}`{more} (tasks.skip)"));
+        if let Some(ids) = named(self.unknown()) {
+            output::say(format!("note: {file}: no row has the id {ids} (tasks.skip)"));
+        }
+    }
+
+    /// Says how many generated tasks are left out, and names an id that none can have: the list may be
+    /// for the rows of a file.
+    pub(crate) fn say_generated(&self, environment: &str) {
+        if self.found() > 0 {
+            let skipped = output::counted(self.found(), "task");
+            output::say(format!("note: tasks.skip leaves out {skipped}"));
+        }
+        if let Some(ids) = named(self.unknown().filter(|id| !micro::is_id(id))) {
+            output::say(format!("note: {environment}: no task has the id {ids} (tasks.skip)"));
         }
     }
 
@@ -204,12 +211,27 @@ impl<'a> Skip<'a> {
         // A run with fewer generated tasks need not have all of them.
         let is_later = |id: &str| is_generated && micro::is_id(id);
         let Some(id) = self.unknown().find(|id| !is_later(id)) else { return Ok(()) };
+        if id.trim().is_empty() {
+            let remedy = "contains an empty id; remove it";
+            let problem = ConfigProblem::new("tasks.skip", format!("[\"{id}\"]"), remedy);
+            return Err(ConfigError::Problems(vec![problem]));
+        }
         let all = set.train.iter().chain(&set.held_out).chain(&set.held_out_families);
         let meant = closest(id, all.map(|task| task.id.as_str()));
         let meant = meant.map(|id| format!("; did you mean `{id}`?")).unwrap_or_default();
         let remedy = format!("must be ids of tasks that this run would have{meant}");
         Err(ConfigError::Problems(vec![ConfigProblem::new("tasks.skip", id, remedy)]))
     }
+}
+
+/// The first of these ids, and the number of the others; `None` without one.
+fn named<'a>(mut ids: impl Iterator<Item = &'a str>) -> Option<String> {
+    let first = ids.next()?;
+    let more = match ids.count() {
+        0 => String::new(),
+        more => format!(", and {more} more ids of tasks.skip"),
+    };
+    Some(format!("`{first}`{more}"))
 }
 
 /// The usable rows of `file` as tasks, except those that are left out. Refused rows are reported on
@@ -362,6 +384,7 @@ mod tests {
             (files, "pallets__flask-11", "did you mean `pallets__flask-1`?"),
             (files, "micro__train_000001", "must be ids of tasks that this run would have"),
             ([&[][..], &[]], "micro__train_01", "did you mean `micro__train_000001`?"),
+            (files, "", "tasks.skip = [\"\"]: contains an empty id; remove it"),
         ] {
             let error = task_set(&settings(folder, ids, 0, &[skip])).unwrap_err().to_string();
             assert!(error.contains("tasks.skip") && error.contains(skip), "{error}");

@@ -1,7 +1,10 @@
 //! Checks of a row's columns: names, revisions, and the sizes of texts and lists.
 
 use crate::text::printable;
-use orchestrate_types::is_unprintable;
+use orchestrate_types::{TestTimeout, is_unprintable};
+use serde::de::{DeserializeOwned, Error as _};
+use serde::{Deserialize as _, Deserializer};
+use serde_json::Value;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
@@ -30,6 +33,44 @@ impl ColumnProblem {
     pub(crate) fn new(column: &'static str, reason: impl fmt::Display) -> Self {
         Self { column, reason: reason.to_string() }
     }
+}
+
+/// Reads a column that may be missing. Tools write an empty text for a missing value.
+pub(crate) fn optional<'de, T: DeserializeOwned, D: Deserializer<'de>>(
+    from: D,
+) -> Result<Option<T>, D::Error> {
+    match Value::deserialize(from)? {
+        Value::String(text) if text.trim().is_empty() => Ok(None),
+        value => serde_json::from_value(value).map_err(D::Error::custom),
+    }
+}
+
+/// Reads a time limit in seconds. Tools write 60.0 for 60 if another row of the column has none.
+pub(crate) fn time_limit<'de, D: Deserializer<'de>>(from: D) -> Result<TestTimeout, D::Error> {
+    of_seconds(Value::deserialize(from)?).map_err(D::Error::custom)
+}
+
+/// Reads a time limit as [`time_limit`] does; it may be missing.
+pub(crate) fn optional_time_limit<'de, D: Deserializer<'de>>(
+    from: D,
+) -> Result<Option<TestTimeout>, D::Error> {
+    match Value::deserialize(from)? {
+        Value::Null => Ok(None),
+        value => of_seconds(value).map(Some).map_err(D::Error::custom),
+    }
+}
+
+fn of_seconds(value: Value) -> serde_json::Result<TestTimeout> {
+    let Some(seconds) = value.as_f64().filter(|_| value.is_f64()) else {
+        return serde_json::from_value(value);
+    };
+    // All digits of a whole number, without a point.
+    let whole: Option<u64> = seconds.to_string().parse().ok();
+    let whole = whole.ok_or_else(|| {
+        let reason = "is not a valid time limit: it must be a whole number from 1 to 86400";
+        serde_json::Error::custom(format!("{seconds} {reason}"))
+    })?;
+    TestTimeout::from_secs(whole).map_err(serde_json::Error::custom)
 }
 
 /// Checks a name that is shown, and compared with known ones: it may be empty.

@@ -181,6 +181,10 @@ impl Row {
                 Ok(_) => Ok(Self::R2e(Box::new(row))),
             }
         } else if let Some(row) = value.get_mut("harbor").map(Value::take) {
+            HarborRow::check_keys(&row)?;
+            if let Value::Object(columns) = &value {
+                keys::check_image(columns, &["harbor.image.name"])?;
+            }
             let row = serde_path_to_error::deserialize::<_, HarborRow>(row).map_err(reason)?;
             match row.to_task() {
                 Err(problem) => Err(problem.to_string()),

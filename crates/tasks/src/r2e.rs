@@ -95,6 +95,7 @@ pub struct RepairColumns {
     /// Shell command that runs the hidden tests in the repository's folder.
     pub test_command: String,
     /// Time limit of [`RepairColumns::test_command`], written in seconds.
+    #[serde(deserialize_with = "crate::column::time_limit")]
     pub test_timeout_s: TestTimeout,
 }
 

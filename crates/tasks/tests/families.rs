@@ -286,11 +286,6 @@ fn a_row_that_only_another_version_can_grade_is_refused_with_that_version() {
             Harness::V5_0_2,
             "no log parser for `parse_log_unknown`",
         ),
-        (
-            of_version_5("pytest-dev/pytest", Some(" "), None),
-            Harness::V5_0_2,
-            "`eval_script`: it is empty",
-        ),
     ] {
         let other = Harness::ALL.into_iter().find(|&other| other != harness).unwrap();
         let mut file = tempfile::NamedTempFile::new().unwrap();
@@ -317,15 +312,42 @@ fn a_row_may_have_its_own_time_limit_which_must_be_valid() {
         row["test_timeout_s"] = limit;
         row
     };
-    for (limit, seconds) in [(json!(60), 60), (Value::Null, 1800)] {
+    for (limit, seconds) in [(json!(60), 60), (json!(60.0), 60), (Value::Null, 1800)] {
         let (good, bad) = loaded(&[with(limit)]);
         assert_eq!(bad, Vec::new());
         assert_eq!(good[0].to_task().unwrap().test_timeout.as_secs(), seconds);
     }
-    for limit in [json!(0), json!("60"), json!(-1), json!(86_401), json!(1.5), json!([60])] {
+    for limit in
+        [json!(0), json!("60"), json!(-1), json!(86_401), json!(60.5), json!(0.0), json!([60])]
+    {
         let (good, bad) = loaded(&[with(limit.clone())]);
         assert!(good.is_empty() && bad[0].reason.contains("test_timeout_s"), "{limit}: {bad:?}");
         assert_eq!((bad[0].row, bad[0].id.as_deref()), (1, Some("getmoto__moto-1")));
+        let is_fraction =
+            bad[0].reason.contains("60.5 is not a valid time limit: it must be a whole");
+        assert_eq!(is_fraction, limit == json!(60.5), "{bad:?}");
+    }
+}
+
+#[test]
+fn an_empty_column_of_version_5_counts_as_missing() {
+    for harness in Harness::ALL {
+        let read = |blank: Option<&str>| {
+            let mut row = gym("getmoto__moto-1");
+            for column in ["eval_script", "log_parser", "eval_type"] {
+                row[column] = json!(blank);
+            }
+            let (good, bad) = loaded(&[row]);
+            assert_eq!(bad, Vec::new(), "{blank:?}");
+            let Row::Swe(row) = &good[0] else { panic!("{good:?}") };
+            assert_eq!(row.problem_with(harness), None, "{blank:?}");
+            (row.family(), row.log_parser(harness), eval_script(row, harness).unwrap())
+        };
+        let missing = read(None);
+        assert_eq!(missing.0, SweFamily::SweGym);
+        for blank in ["", " \n"] {
+            assert_eq!(read(Some(blank)), missing, "{harness:?}");
+        }
     }
 }
 

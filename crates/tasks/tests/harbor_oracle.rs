@@ -169,6 +169,15 @@ const MISTAKES: &[(&str, &[&str])] = &[
         &["[steps] has the key `min_rewards`", "`min_reward`?"],
     ),
     (
+        "[[steps]]\nname = \"one\"\nmin_reward = nan",
+        &["task.toml: steps.min_reward must be finite"],
+    ),
+    (
+        "[[steps]]\nname = \"one\"\n[steps.min_reward]\nreward = 1\nspeed = -inf",
+        &["task.toml: steps.min_reward must be finite"],
+    ),
+    ("[[steps]]\nname = \"one\"\nmin_reward = 1.5", &["task.toml: steps.min_reward is above 1"]),
+    (
         "artifacts = [{ source = \"/a\", destinaton = \"b\" }]",
         &["[artifacts] has the key `destinaton`"],
     ),

@@ -210,6 +210,23 @@ fn columns_of_r2e_gym_that_would_count_as_absent_are_refused() {
 }
 
 #[test]
+fn an_image_next_to_a_harbor_task_is_not_ignored() {
+    let test = json!({"path": "test.sh", "mode": 0o755, "text": "exit 0"});
+    let mut row = json!({"harbor": {
+        "id": "a", "name": "o/a", "schema_version": "1.4",
+        "image": {"name": "a/b:1", "build_timeout_s": 60.0, "workdir": "/app"},
+        "steps": [{"instruction": "Do it.", "tests": [test],
+            "verifier": {"timeout_s": 60.0, "artifacts": []}}],
+    }, "source": "mine", "image_size": 7});
+    let (good, bad) = loaded(row.to_string().as_bytes());
+    assert_eq!((good.len(), bad), (1, Vec::new()));
+    row["image"] = json!("other/img:1");
+    let (good, bad) = loaded(row.to_string().as_bytes());
+    let right = "has the key `image`, which is not read; name the image in `harbor.image.name`";
+    assert!(good.is_empty() && bad[0].reason == right, "{bad:?}");
+}
+
+#[test]
 fn lists_of_tests_with_empty_or_repeated_names_are_refused_by_column_and_name() {
     let row = |id: &str, fails: Value, passes: Value| {
         let mut row = swe_row(id);

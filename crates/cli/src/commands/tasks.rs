@@ -89,10 +89,7 @@ fn not_skipped(selection: &TaskSelection) -> anyhow::Result<(Settings, Vec<Task>
     let (settings, mut tasks) = select(selection)?;
     let mut skip = Skip::new(&settings.tasks.skip);
     tasks.retain(|task| !skip.has(&task.id));
-    if skip.found() > 0 {
-        let skipped = output::counted(skip.found(), "task");
-        output::say(format!("note: tasks.skip leaves out {skipped}"));
-    }
+    skip.say_generated(&selection.environment);
     Ok((settings, tasks))
 }
 

@@ -2,7 +2,7 @@
 //! keys.
 
 use super::hosts::{NetworkMode, NetworkPolicy, policy};
-use super::row::{Artifact, CollectHook, Healthcheck, RewardStrategy};
+use super::row::{Artifact, CollectHook, Healthcheck, RewardStrategy, check_min_reward};
 use super::value::{HarborProblem, Section, number, python_float};
 use std::collections::{BTreeMap, BTreeSet};
 use toml::{Table, Value};
@@ -13,7 +13,7 @@ const DEFAULT_TIMEOUT_S: f64 = 600.0;
 const MAIN_SERVICE: &str = "main";
 
 /// The formats that are read.
-const FORMATS: [&str; 5] = ["1.0", "1.1", "1.2", "1.3", "1.4"];
+pub(super) const FORMATS: [&str; 5] = ["1.0", "1.1", "1.2", "1.3", "1.4"];
 /// Keys of Harbor's data model, and older ones that it still reads.
 const ROOT: &[&str] = &[
     "schema_version",
@@ -358,6 +358,10 @@ impl Reading {
                 BTreeMap::from([("reward".to_owned(), least)])
             }
         };
+        if let Err(what) = check_min_reward(&min_reward) {
+            let problem = section.wrong("min_reward", what);
+            return Err(HarborProblem::Mistake(problem.to_string()));
+        }
         Ok(Step {
             name: name.to_owned(),
             agent: self.agent(&or_empty("agent")?)?,

@@ -1,12 +1,15 @@
 //! A Harbor task as a row: everything needed to run and grade it.
 
+use super::config::FORMATS;
 use super::hosts::{NetworkMode, NetworkPolicy};
 use super::value::HarborProblem;
 use crate::column::ColumnProblem;
+use crate::keys;
 use crate::task::{Origin, Split, Task};
 use crate::text::printable;
 use orchestrate_types::{ImageName, RelativePath, TaskId};
 use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use serde_json::Value;
 use std::collections::BTreeMap;
 use std::time::Duration;
 
@@ -18,6 +21,60 @@ pub const TEST_SCRIPT: &str = "/tests/test.sh";
 pub const FOLDER_MODE: u32 = 0o040_000;
 /// Maximum number of characters of a refused path in a message.
 const PATH_CHARS: usize = 120;
+
+/// The keys of a row, and of its parts by the key that contains them.
+const KEYS: [(&str, &[&str]); 8] = [
+    (
+        "harbor",
+        &[
+            "id",
+            "name",
+            "schema_version",
+            "category",
+            "image",
+            "healthcheck",
+            "network",
+            "cpus",
+            "memory_mb",
+            "solution_env",
+            "steps",
+            "strategy",
+        ],
+    ),
+    ("image", IMAGE_KEYS),
+    ("separate", IMAGE_KEYS),
+    (
+        "steps",
+        &[
+            "name",
+            "instruction",
+            "agent_timeout_s",
+            "files",
+            "healthcheck",
+            "tests",
+            "solution",
+            "verifier",
+            "min_reward",
+        ],
+    ),
+    (
+        "verifier",
+        &["timeout_s", "env", "separate", "has_bundled_tests", "collect", "artifacts", "network"],
+    ),
+    (
+        "healthcheck",
+        &["command", "interval_s", "timeout_s", "start_period_s", "start_interval_s", "retries"],
+    ),
+    ("collect", &["command", "timeout_s"]),
+    ("artifacts", &["source", "exclude"]),
+];
+const IMAGE_KEYS: &[&str] = &["name", "context", "build_timeout_s", "workdir", "uploads", "env"];
+/// Names of keys in a `task.toml`, with a row's.
+const OTHER_NAMES: [(&str, &str); 3] = [
+    ("timeout_sec", "timeout_s"),
+    ("agent_timeout_sec", "agent_timeout_s"),
+    ("build_timeout_sec", "build_timeout_s"),
+];
 
 /// A regular file, symbolic link or empty folder.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -302,12 +359,25 @@ impl HarborRow {
         self.steps.len() > 1
     }
 
+    /// Fails for a key of the row or of one of its parts that looks like one that is read.
+    ///
+    /// # Errors
+    /// The reason, with the key that was probably meant.
+    pub(crate) fn check_keys(row: &Value) -> Result<(), String> {
+        check_part("harbor", row)
+    }
+
     /// Converts the row to a task.
     ///
     /// # Errors
     /// If a name, a path or a time is invalid, or the row is incomplete.
     pub fn to_task(&self) -> Result<Task, ColumnProblem> {
         let id = TaskId::new(self.id.as_str()).map_err(|e| ColumnProblem::new("harbor.id", e))?;
+        if !FORMATS.contains(&self.schema_version.as_str()) {
+            let version = printable(&self.schema_version, PATH_CHARS);
+            let reason = format!("`{version}` is not one of {}", FORMATS.join(", "));
+            return Err(ColumnProblem::new("harbor.schema_version", reason));
+        }
         crate::column::name("harbor.category", &self.category)?;
         let step =
             self.steps.first().ok_or_else(|| ColumnProblem::new("harbor.steps", "it is empty"))?;
@@ -344,6 +414,12 @@ impl HarborRow {
         if step.instruction.trim().is_empty() {
             return Err(ColumnProblem::new("harbor.instruction", "it is empty"));
         }
+        let has_script = step.tests.iter().any(|file| file.path == "test.sh");
+        if !has_script && !step.verifier.has_bundled_tests {
+            return Err(ColumnProblem::new("harbor.tests", "they have no test.sh"));
+        }
+        check_min_reward(&step.min_reward)
+            .map_err(|what| ColumnProblem::new("harbor.min_reward", format!("it {what}")))?;
         let separate = step.verifier.separate.iter().flat_map(|image| &image.uploads);
         let lists = [&step.files, &step.tests, &step.solution, &self.image.uploads];
         for file in lists.into_iter().flatten().chain(separate) {
@@ -368,6 +444,39 @@ impl HarborRow {
     }
 }
 
+fn check_part(part: &str, value: &Value) -> Result<(), String> {
+    match value {
+        Value::Array(list) => list.iter().try_for_each(|entry| check_part(part, entry)),
+        Value::Object(fields) => {
+            let Some((_, known)) = KEYS.iter().find(|(name, _)| *name == part) else {
+                return Ok(());
+            };
+            let others = OTHER_NAMES.into_iter().filter(|(_, name)| known.contains(name));
+            keys::check(fields, known, &others.collect::<Vec<_>>())
+                .map_err(|reason| format!("column `harbor`: `{part}` {reason}"))?;
+            fields
+                .iter()
+                .filter(|(key, _)| known.contains(&key.as_str()))
+                .try_for_each(|(key, value)| check_part(key, value))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Checks what the rewards of a step must reach: finite numbers, and at most 1 for the one that counts.
+///
+/// # Errors
+/// What is wrong.
+pub(super) fn check_min_reward(least: &BTreeMap<String, f64>) -> Result<(), &'static str> {
+    if least.values().any(|least| !least.is_finite()) {
+        return Err("must be finite");
+    }
+    match least.get("reward") {
+        Some(least) if *least > 1.0 => Err("is above 1, which no reward reaches"),
+        Some(_) | None => Ok(()),
+    }
+}
+
 /// A line of a task file that contains a Harbor task, in the column `harbor`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct HarborLine {
@@ -378,4 +487,113 @@ pub struct HarborLine {
 /// Converts a time limit in seconds, clamped to one second to one day.
 pub fn seconds(seconds: f64) -> Duration {
     Duration::try_from_secs_f64(seconds.clamp(1.0, 86_400.0)).unwrap_or(Duration::from_mins(10))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use serde_json::json;
+
+    /// A row with every key.
+    fn row() -> Value {
+        let file = json!({"path": "test.sh", "mode": 0o755, "text": "exit 0"});
+        let network = json!({"mode": "no-network"});
+        let check = json!({"command": "true", "interval_s": 1.0, "timeout_s": 1.0,
+            "start_period_s": 0.0, "start_interval_s": 1.0, "retries": 1});
+        let image = json!({"name": "a/b:1", "context": [file], "build_timeout_s": 60.0,
+            "workdir": "/app", "uploads": [file], "env": {"A": "b"}});
+        json!({
+            "id": "a", "name": "o/a", "schema_version": "1.4", "category": "c", "image": image,
+            "healthcheck": check, "network": network, "cpus": 1.0, "memory_mb": 64,
+            "solution_env": {"A": "b"}, "strategy": "mean",
+            "steps": [{
+                "name": "one", "instruction": "Do it.", "agent_timeout_s": 60.0, "files": [file],
+                "healthcheck": check, "tests": [file], "solution": [file],
+                "min_reward": {"reward": 0.5},
+                "verifier": {
+                    "timeout_s": 60.0, "env": {"A": "b"}, "separate": image,
+                    "has_bundled_tests": false, "network": network,
+                    "collect": [{"command": "true", "timeout_s": 1.0}],
+                    "artifacts": [{"source": "/a", "exclude": ["x"]}],
+                },
+            }],
+        })
+    }
+
+    fn problem(row: &Value) -> Option<String> {
+        let parsed = || serde_json::from_value::<HarborRow>(row.clone()).unwrap().to_task();
+        HarborRow::check_keys(row).err().or_else(|| parsed().err().map(|e| e.to_string()))
+    }
+
+    #[test]
+    fn every_key_is_listed() {
+        let row = row();
+        assert_eq!(problem(&row), None);
+        let parsed: HarborRow = serde_json::from_value(row).unwrap();
+        let written = serde_json::to_value(&parsed).unwrap();
+        let step = &written["steps"][0];
+        let parts = [
+            ("harbor", &written),
+            ("image", &written["image"]),
+            ("separate", &step["verifier"]["separate"]),
+            ("steps", step),
+            ("verifier", &step["verifier"]),
+            ("healthcheck", &step["healthcheck"]),
+            ("collect", &step["verifier"]["collect"][0]),
+            ("artifacts", &step["verifier"]["artifacts"][0]),
+        ];
+        assert_eq!(parts.map(|(part, _)| part), KEYS.map(|(part, _)| part));
+        for ((part, written), (_, known)) in parts.into_iter().zip(KEYS) {
+            let mut written: Vec<&str> =
+                written.as_object().unwrap().keys().map(String::as_str).collect();
+            let mut known = known.to_vec();
+            written.sort_unstable();
+            known.sort_unstable();
+            assert_eq!(written, known, "{part}");
+        }
+    }
+
+    #[test]
+    fn a_row_is_refused_as_a_folder_would_be() {
+        for (place, key, value, reason) in [
+            (
+                "",
+                "schema_version",
+                json!("9.9"),
+                "`harbor.schema_version`: `9.9` is not one of 1.0",
+            ),
+            ("", "health_check", json!({}), "`harbor` has the key `health_check`"),
+            ("/image", "work_dir", json!("/x"), "`image` has the key `work_dir`"),
+            ("/steps/0", "agent_timeout_sec", json!(9), "did you mean `agent_timeout_s`?"),
+            ("/steps/0", "min_rewards", json!({}), "did you mean `min_reward`?"),
+            ("/steps/0", "tests", json!([]), "`harbor.tests`: they have no test.sh"),
+            (
+                "/steps/0",
+                "min_reward",
+                json!({"reward": 1.5}),
+                "`harbor.min_reward`: it is above 1",
+            ),
+            ("/steps/0/verifier", "time_out_s", json!(1), "`verifier` has the key `time_out_s`"),
+        ] {
+            let mut row = row();
+            let name: String = key.chars().filter(|c| *c != '_').collect();
+            let fields = row.pointer_mut(place).unwrap().as_object_mut().unwrap();
+            // The right key is absent, as when it is misspelt.
+            fields.retain(|other, _| {
+                let other: String = other.chars().filter(|c| *c != '_').collect();
+                !name.starts_with(&other)
+            });
+            fields.insert(key.to_owned(), value);
+            let problem = problem(&row).unwrap();
+            assert!(problem.contains(reason), "{key}: {problem}");
+        }
+    }
+
+    #[test]
+    fn tests_in_the_image_of_the_verifier_need_no_files() {
+        let mut row = row();
+        row["steps"][0]["tests"] = json!([]);
+        row["steps"][0]["verifier"]["has_bundled_tests"] = json!(true);
+        assert_eq!(problem(&row), None);
+    }
 }

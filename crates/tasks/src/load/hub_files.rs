@@ -30,6 +30,12 @@ const SUFFIXES: [&str; 2] = ["set", "data"];
 /// Number of digits from which a number at the end of a name is that of a shard. A shorter one is
 /// that of a shard if it begins with 0: others may be years or versions.
 const SHARD_DIGITS: usize = 5;
+/// Characters around the number of a shard: `train-00000-of-00003`, `train_00000_of_00003`,
+/// `train.00000-of-00003`.
+const SEPARATORS: [char; 3] = ['-', '_', '.'];
+/// Number of digits of the numbers of shards. A longer number is another part of the name, and could
+/// not be counted up to.
+const COUNT_DIGITS: usize = 9;
 
 /// A part of a data set by its purpose.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -183,15 +189,20 @@ fn stem(name: &str) -> &str {
 /// A name without the number of a shard: `train` for `train-00000-of-00003` and for `train-0000`.
 fn without_shard(stem: &str) -> &str {
     if let Some(shard) = Shard::of_stem(stem) {
-        return shard.before.strip_suffix('-').unwrap_or(shard.before);
+        return shard.before.strip_suffix(SEPARATORS).unwrap_or(shard.before);
     }
-    let (name, number) = stem.rsplit_once(['-', '_', '.']).unwrap_or(("", stem));
+    let (name, number) = stem.rsplit_once(SEPARATORS).unwrap_or(("", stem));
     let is_shard = number.starts_with('0') || number.len() >= SHARD_DIGITS;
     if is_number(number) && is_shard { name } else { stem }
 }
 
 fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
+}
+
+/// Whether the name of a file says that there are others of the same whole.
+pub(super) fn is_one_of_several(file: &str) -> bool {
+    Shard::of_file(file).is_some_and(|shard| shard.count > 1)
 }
 
 /// The name of one file of a known number of them, as `train-00000-of-00003`.
@@ -211,16 +222,23 @@ struct Shard<'a> {
 
 impl<'a> Shard<'a> {
     fn of_stem(stem: &'a str) -> Option<Self> {
-        stem.match_indices("-of-").find_map(|(at, _)| {
+        let number = |text: &str| -> Option<u64> {
+            (is_number(text) && text.len() <= COUNT_DIGITS).then(|| text.parse().ok())?
+        };
+        let of = |separator: char| format!("{separator}of{separator}");
+        let mut places = ['-', '_'].into_iter().flat_map(|separator| {
+            stem.match_indices(&of(separator)).map(|(at, _)| at).collect::<Vec<_>>()
+        });
+        places.find_map(|at| {
             let (numbered, after) = (stem.get(..at)?, stem.get(at..)?);
-            let count = after.get(4..)?.split(['-', '_', '.']).next()?;
-            let start = numbered.rfind('-').map_or(0, |dash| dash + 1);
+            let count = after.get(4..)?.split(SEPARATORS).next()?;
+            let start = numbered.rfind(SEPARATORS).map_or(0, |separator| separator + 1);
             let (before, index) = numbered.split_at_checked(start)?;
             let end = after.get(4 + count.len()..)?;
             // A hash may follow the count, but the name of a split is part of the name.
-            let is_shard = is_number(index) && is_number(count) && Part::all_in(end).is_empty();
+            let is_shard = Part::all_in(end).is_empty();
             let width = index.len();
-            let (index, count) = (index.parse().ok()?, count.parse().ok()?);
+            let (index, count) = (number(index)?, number(count)?);
             is_shard.then_some(Self { before, index, width, count, after, end })
         })
     }
@@ -289,6 +307,14 @@ mod tests {
             ),
             (vec!["0000.parquet", "0001.parquet"], vec!["0000.parquet", "0001.parquet"]),
             (
+                vec!["en/c4-train.00000-of-00002.json.gz", "en/c4-train.00001-of-00002.json.gz"],
+                vec!["en/c4-train.00000-of-00002.json.gz", "en/c4-train.00001-of-00002.json.gz"],
+            ),
+            (
+                vec!["train_00000_of_00002.jsonl", "train_00001_of_00002.jsonl"],
+                vec!["train_00000_of_00002.jsonl", "train_00001_of_00002.jsonl"],
+            ),
+            (
                 vec!["rows_00.jsonl.gz", "rows_01.jsonl.gz", "sub/dataset_info.json"],
                 vec!["rows_00.jsonl.gz", "rows_01.jsonl.gz"],
             ),
@@ -331,6 +357,11 @@ mod tests {
             ),
             (vec!["fold_1.jsonl", "fold_2.jsonl"], "splits: fold_1, fold_2: fold_1.jsonl"),
             (vec!["y-2023.json", "y-2024.json"], "splits: y-2023, y-2024: y-2023.json"),
+            (
+                vec!["en/c4-train.00000-of-00001.json", "en/c4-validation.00000-of-00001.json"],
+                "splits: c4-train, c4-validation: en/c4-train.*.json",
+            ),
+            (vec!["test_0_of_1.jsonl", "train_0_of_1.jsonl"], "splits: test, train: test_*.jsonl"),
             (vec!["train.jsonl", "test.json.gz"], "splits: test, train: test.json.gz"),
             (
                 vec!["train.jsonl", "data/train.jsonl"],
@@ -379,6 +410,10 @@ mod tests {
         for (files, right) in [
             (vec!["train-00000-of-00002.parquet"], "train-00001-of-00002.parquet"),
             (vec!["d/t-1-of-3.jsonl", "d/t-3-of-3.jsonl"], "d/t-2-of-3.jsonl"),
+            (vec!["en/c4-train.00001-of-00002.json"], "en/c4-train.00000-of-00002.json"),
+            (vec!["en/c4-train.00000-of-00002.json.gz"], "en/c4-train.00001-of-00002.json.gz"),
+            (vec!["train_00000_of_00002.jsonl"], "train_00001_of_00002.jsonl"),
+            (vec!["t-999999998-of-999999999.jsonl"], "t-000000000-of-999999999.jsonl"),
             (
                 vec!["d/train-00001-of-00002-1b2c3d.parquet", "e/train-00000-of-00002.parquet"],
                 "d/train-00000-of-00002-1b2c3d.parquet",
@@ -395,7 +430,10 @@ mod tests {
             vec!["t-2-of-2.jsonl", "t-1-of-2.jsonl"],
             vec!["t-00000-of-00002-aa.parquet", "t-00001-of-00002-bb.parquet"],
             vec!["0000.parquet", "0002.parquet"],
-            vec!["best-of-8.jsonl"],
+            vec!["best-of-8.jsonl", "best_of_8.jsonl"],
+            // Such numbers are not of shards.
+            vec!["train-18446744073709551615-of-18446744073709551615.jsonl"],
+            vec!["train-00000-of-00000.jsonl"],
         ] {
             assert_eq!(missing(&files, &files), None, "{files:?}");
         }

@@ -51,13 +51,25 @@ pub struct SweRow {
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub image_name: Option<String>,
     /// Evaluation script, in rows for version 5.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::column::optional"
+    )]
     pub eval_script: Option<String>,
     /// Name of the log parser, in rows for version 5; see [`LogParser::named`].
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::column::optional"
+    )]
     pub log_parser: Option<String>,
     /// Which tests the runner reports, `pass_and_fail` or `fail_only`, in rows for version 5.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::column::optional"
+    )]
     pub eval_type: Option<EvalType>,
     /// Commands of the row's tests, in SWE-rebench. Read from an object or from its JSON text.
     #[serde(
@@ -68,7 +80,11 @@ pub struct SweRow {
     pub install_config: Option<InstallConfig>,
     /// Time limit of the evaluation script, written in seconds, where the harness's own 30 minutes do
     /// not fit the row.
-    #[serde(default, skip_serializing_if = "Option::is_none")]
+    #[serde(
+        default,
+        skip_serializing_if = "Option::is_none",
+        deserialize_with = "crate::column::optional_time_limit"
+    )]
     pub test_timeout_s: Option<TestTimeout>,
 }
 
@@ -185,9 +201,8 @@ impl SweRow {
                 _ => ColumnProblem::new("repo", format!("no log parser for `{}`", self.repo)),
             });
         }
-        if let Some(script) = self.own_script(harness) {
-            let is_empty = script.trim().is_empty();
-            return is_empty.then(|| ColumnProblem::new("eval_script", "it is empty"));
+        if self.own_script(harness).is_some() {
+            return None;
         }
         self.spec().err().map(|error| ColumnProblem::new("version", error))
     }
