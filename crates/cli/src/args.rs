@@ -251,9 +251,9 @@ pub(crate) struct GradeArgs {
     /// Task rows: JSON lines, JSON or parquet, also .gz.
     #[arg(long, value_name = "FILE")]
     pub(crate) tasks: Utf8PathBuf,
-    /// SWE-bench: the version of the official harness whose rules apply.
-    #[arg(long, value_parser = harness_parser(), default_value = "4.1.0")]
-    pub(crate) harness: Harness,
+    /// SWE-bench: version of the harness whose rules apply [default: `reward.harness`].
+    #[arg(long, value_parser = harness_parser())]
+    pub(crate) harness: Option<Harness>,
     /// Predictions (JSON lines or JSON); an instance whose patch is null is not graded.
     #[arg(long, value_name = "FILE")]
     pub(crate) predictions: Option<Utf8PathBuf>,

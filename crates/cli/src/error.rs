@@ -79,6 +79,45 @@ pub enum UsageError {
         /// As given.
         id: String,
     },
+    /// An option and a setting name different versions of SWE-bench's harness.
+    #[error("--harness {option} and reward.harness = \"{setting}\" differ; remove one of them")]
+    TwoHarnesses {
+        /// Version of the option.
+        option: &'static str,
+        /// Version of the setting.
+        setting: &'static str,
+    },
+    /// An option of SWE-bench's harness was given for a row of R2E-Gym.
+    #[error("{option} does not apply to rows of R2E-Gym, such as `{id}`")]
+    NotForR2e {
+        /// The option.
+        option: &'static str,
+        /// Id of the row.
+        id: String,
+    },
+    /// Predictions of several models are for the instance whose log is graded.
+    #[error(
+        "{predictions} has predictions of several models for `{id}`: {models}; keep only the one whose \
+         log is graded"
+    )]
+    SeveralModels {
+        /// The predictions.
+        predictions: Utf8PathBuf,
+        /// Id of the instance.
+        id: String,
+        /// Names of the models, separated by commas.
+        models: String,
+    },
+    /// The output would be a file of a task folder that is read.
+    #[error(
+        "{path} is inside {folder}, a task folder that this command reads; choose an --out elsewhere"
+    )]
+    OutputInTask {
+        /// The output.
+        path: Utf8PathBuf,
+        /// The task folder.
+        folder: Utf8PathBuf,
+    },
     /// None of the predictions is for a task of the file.
     #[error("no prediction in {predictions} is for a usable row of {tasks}")]
     NoPrediction {

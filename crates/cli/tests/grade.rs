@@ -273,6 +273,94 @@ fn unknown_instance_exits_with_2_and_unusable_log_with_3() {
 }
 
 #[test]
+fn every_way_of_grading_reads_the_settings() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", rows());
+    let log = ">>>>> Start Test Output\nSKIPPED t::a\nPASSED t::b\n>>>>> End Test Output\n";
+    let log = folder.file("log", log);
+    let id = "pallets__flask-1";
+    let logged = ["grade", "--tasks", &file, "--instance", id, "--log", &log, "--json"];
+    let shown = ["tasks", "show", id, "--file", &file, "--eval-script"];
+    let new = "reward.harness=\"5.0.2\"";
+    assert_eq!(printed(&[&logged, &["--set", new][..]].concat())["harness"], "swebench-5.0.2");
+    let script = text(&orchestrate(&[&shown, &["--set", new][..]].concat()).stdout);
+    assert!(script.contains("Test Exit Code"), "{script}");
+    let preds = json!({"instance_id": id, "model_name_or_path": "m", "model_patch": "diff"});
+    let preds = folder.file("preds.jsonl", preds.to_string());
+    let out = folder.0.path().join("out");
+    let patches =
+        ["grade", "--tasks", &file, "--predictions", &preds, "--out", out.to_str().unwrap()];
+    for arguments in [&logged[..], &shown, &patches] {
+        for (code, more, reason) in [
+            (3, &["--set", "reward.nope=1"][..], "reward.nope"),
+            (3, &["--config", "/nope.toml"], "/nope.toml"),
+            (2, &["--harness", "4.1.0", "--set", new], "--harness 4.1.0 and reward.harness"),
+        ] {
+            let refused = orchestrate(&[arguments, more].concat());
+            let said = text(&refused.stderr);
+            assert_eq!(refused.status.code(), Some(code), "{arguments:?}: {said}");
+            assert!(said.contains(reason), "{arguments:?}: {said}");
+        }
+    }
+    let same = printed(&[&logged, &["--harness", "5.0.2", "--set", new][..]].concat());
+    assert_eq!(same["harness"], "swebench-5.0.2");
+    let skipped = "tasks.skip=[\"pallets__flask-1\"]";
+    let said = text(&orchestrate(&[&logged, &["--set", skipped][..]].concat()).stderr);
+    assert!(said.contains("`pallets__flask-1` is in tasks.skip"), "{said}");
+}
+
+#[test]
+fn options_that_cannot_apply_to_a_log_are_refused() {
+    let folder = Folder::new();
+    let file = folder.file("rows.jsonl", rows());
+    let log = ">>>>> Start Test Output\nPASSED t::a\nPASSED t::b\n>>>>> End Test Output\n";
+    let log = folder.file("log", log);
+    let config = folder.file("config.toml", "");
+    let grade = |id: &str, more: &[&str]| {
+        let arguments = ["grade", "--tasks", &file, "--instance", id, "--log", &log, "--json"];
+        orchestrate(&[&arguments, more].concat())
+    };
+    let flask = "pallets__flask-1";
+    let of = |model: &str, patch: &str| {
+        json!({"instance_id": flask, "model_name_or_path": model, "model_patch": patch}).to_string()
+    };
+    let empty = folder.file("empty.jsonl", of("m", ""));
+    let graded = grade(flask, &["--predictions", &empty]);
+    let report: Value = serde_json::from_slice(&graded.stdout).unwrap();
+    assert_eq!((&report["patch_is_None"], &report["resolved"]), (&json!(true), &json!(false)));
+
+    let both = folder.file("both.jsonl", format!("{}\n{}", of("first", "x"), of("second", "")));
+    let report = folder.0.path().join("report.json");
+    let report = report.to_str().unwrap();
+    for (id, more, reason) in [
+        (flask, &["--predictions", both.as_str()][..], "first, second"),
+        (flask, &["--config", &config, "--report", &config], "config.toml is an input"),
+        ("aiohttp__abc", &["--report", report], "--report does not apply to rows of R2E-Gym"),
+        ("aiohttp__abc", &["--predictions", &empty], "--predictions does not apply to rows"),
+    ] {
+        let refused = grade(id, more);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{more:?}: {said}");
+        assert!(said.contains(reason), "{more:?}: {said}");
+    }
+}
+
+#[test]
+fn converted_task_folders_are_not_written_to() {
+    let folder = Folder::new();
+    let toml = folder.file("task.toml", "version = \"1.0\"\n");
+    let path = folder.0.path().to_str().unwrap();
+    let new = folder.0.path().join("rows.jsonl");
+    for out in [toml.as_str(), new.to_str().unwrap()] {
+        let refused = orchestrate(&["tasks", "import", "harbor", path, "--out", out]);
+        let said = text(&refused.stderr);
+        assert_eq!(refused.status.code(), Some(2), "{said}");
+        assert!(said.contains("a task folder that this command reads"), "{said}");
+    }
+    assert_eq!(std::fs::read_to_string(&toml).unwrap(), "version = \"1.0\"\n");
+}
+
+#[test]
 fn unknown_episode_exits_with_2() {
     let folder = Folder::new();
     let run_dir = folder.0.path().join("run");

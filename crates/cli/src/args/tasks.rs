@@ -44,9 +44,9 @@ Examples:
         /// --file.
         #[arg(long, requires = "file", conflicts_with = "json")]
         eval_script: bool,
-        /// Version of SWE-bench's harness that the script is for.
-        #[arg(long, requires = "eval_script", default_value = "4.1.0", value_parser = super::harness_parser())]
-        harness: Harness,
+        /// Version of SWE-bench's harness that the script is for [default: `reward.harness`].
+        #[arg(long, requires = "eval_script", value_parser = super::harness_parser())]
+        harness: Option<Harness>,
     },
     /// Read task rows (R2E-Gym, SWE-bench, SWE-Gym, SWE-rebench, SWE-smith) and report which can be
     /// used, or convert Harbor task folders to rows.

@@ -4,7 +4,7 @@ mod patches;
 mod run_report;
 
 use crate::args::GradeArgs;
-use crate::config;
+use crate::config::{self, Settings};
 use crate::error::{InputError, OutputError, UsageError};
 use crate::output;
 use anyhow::Context;
@@ -12,9 +12,8 @@ use camino::Utf8Path;
 use fs_err::File;
 use orchestrate_rollout::RewardCompat;
 use orchestrate_tasks::load::{self, Refused, Row};
-use orchestrate_tasks::predictions;
 use orchestrate_tasks::r2e::R2eRow;
-use orchestrate_tasks::swe::{self, Outcomes, Report, SweRow};
+use orchestrate_tasks::swe::{self, Harness, Outcomes, Report, SweRow};
 use orchestrate_tasks::{LINE_BYTES, SummaryRule, grade_log, grade_log_by, printable};
 use serde_json::json;
 use std::io::{self, BufRead, BufReader, Seek};
@@ -25,17 +24,41 @@ const BUFFER: usize = 1 << 18;
 
 /// Runs the command.
 pub(crate) async fn run(args: GradeArgs) -> anyhow::Result<ExitCode> {
+    let settings = config::load(&args.source)?.check()?;
+    let harness = chosen_harness(args.harness, &settings)?;
     let (Some(log), Some(instance)) = (&args.log, &args.instance) else {
-        return Box::pin(patches::run(&args)).await;
+        return Box::pin(patches::run(&args, &settings, harness)).await;
     };
-    let rows = load::rows_for(&args.tasks, args.harness)?;
-    match find(rows, &args.tasks, instance)? {
-        Row::R2e(row) => r2e(&row, log, &args)?,
-        Row::Swe(row) => swe_bench(&row, log, &args)?,
+    if settings.tasks.skip.contains(instance) {
+        let id = printable(instance, TEST_CHARS);
+        output::say(format!("note: `{id}` is in tasks.skip; its log is graded all the same"));
+    }
+    match find(load::rows_for(&args.tasks, harness)?, &args.tasks, instance)? {
+        Row::R2e(row) => r2e(&row, log, &args, settings.reward.compat)?,
+        Row::Swe(row) => swe_bench(&row, log, &args, harness)?,
         Row::Plain(_) => anyhow::bail!(UsageError::GradedExternally { id: instance.clone() }),
         Row::Harbor(row) => anyhow::bail!(UsageError::NotByLog { id: row.id }),
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// The version of SWE-bench's harness that `option` or `reward.harness` names.
+///
+/// # Errors
+/// If both name one, and they differ.
+pub(crate) fn chosen_harness(
+    option: Option<Harness>,
+    settings: &Settings,
+) -> Result<Harness, UsageError> {
+    let setting = settings.reward.harness;
+    match option {
+        // A recorded configuration has every key, also those left at their defaults.
+        Some(option) if setting != Harness::default() && option != setting => {
+            let (option, setting) = (option.version(), setting.version());
+            Err(UsageError::TwoHarnesses { option, setting })
+        }
+        option => Ok(option.unwrap_or(setting)),
+    }
 }
 
 /// The one of `rows`, those of `file`, whose id is `id`.
@@ -109,9 +132,11 @@ fn long_lines(log: &mut impl BufRead) -> io::Result<usize> {
     }
 }
 
-fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
-    let compat =
-        config::load(&args.source)?.reward.check().map_err(config::ConfigError::Problems)?.compat;
+fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs, compat: RewardCompat) -> anyhow::Result<()> {
+    for (option, file) in [("--report", &args.report), ("--predictions", &args.predictions)] {
+        let id = row.id();
+        anyhow::ensure!(file.is_none(), UsageError::NotForR2e { option, id });
+    }
     let task = row.to_task()?;
     let rule = match compat {
         RewardCompat::Strict => SummaryRule::Strict,
@@ -140,8 +165,12 @@ fn r2e(row: &R2eRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
     Ok(())
 }
 
-fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<()> {
-    let harness = args.harness;
+fn swe_bench(
+    row: &SweRow,
+    log: &Utf8Path,
+    args: &GradeArgs,
+    harness: Harness,
+) -> anyhow::Result<()> {
     let report = if has_patch(row, args)? {
         swe::grade(row, harness, open(log)?)
             .map_err(|source| InputError::Log { log: log.to_owned(), source })?
@@ -151,7 +180,8 @@ fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<(
     if let Some(path) = &args.report {
         let real = |path: &Utf8Path| path.canonicalize_utf8().ok();
         let inputs = [Some(&args.tasks), args.log.as_ref(), args.predictions.as_ref()];
-        let mut inputs = inputs.into_iter().flatten().filter_map(|input| real(input));
+        let inputs = inputs.into_iter().flatten().chain(&args.source.files);
+        let mut inputs = inputs.filter_map(|input| real(input));
         if real(path).is_some_and(|output| inputs.any(|input| input == output)) {
             return Err(UsageError::OutputIsInput { path: path.clone() }.into());
         }
@@ -184,14 +214,17 @@ fn swe_bench(row: &SweRow, log: &Utf8Path, args: &GradeArgs) -> anyhow::Result<(
 /// Whether the predictions, if any are given, have a patch for the instance.
 fn has_patch(row: &SweRow, args: &GradeArgs) -> anyhow::Result<bool> {
     let Some(path) = &args.predictions else { return Ok(true) };
-    let predictions = predictions::read(path)?;
-    // Of several, the last one counts, as where patches are graded.
-    let of_instance = predictions.iter().rfind(|p| p.instance_id == row.instance_id);
-    let prediction = of_instance.ok_or_else(|| UsageError::NoPrediction {
-        predictions: path.clone(),
-        tasks: args.tasks.clone(),
-    })?;
-    Ok(prediction.model_patch.is_some())
+    let predictions = path.clone();
+    match patches::chosen(args)?.as_slice() {
+        [] => Err(UsageError::NoPrediction { predictions, tasks: args.tasks.clone() }.into()),
+        [prediction] => Ok(prediction.model_patch.as_ref().is_some_and(|patch| !patch.is_empty())),
+        several => {
+            let models = several.iter().map(|prediction| prediction.model_name_or_path.as_str());
+            let models = models.collect::<Vec<_>>().join(", ");
+            let id = row.instance_id.clone();
+            Err(UsageError::SeveralModels { predictions, id, models }.into())
+        }
+    }
 }
 
 fn outcome(resolved: bool) -> &'static str {

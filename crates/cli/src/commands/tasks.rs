@@ -6,6 +6,7 @@ mod make;
 mod rows;
 mod verify;
 
+use super::grade::chosen_harness;
 use crate::args::{
     ExportArgs, ExportTo, ImportArgs, ImportFrom, SplitArg, TaskSelection, TasksArgs, TasksCommand,
 };
@@ -32,10 +33,11 @@ pub(crate) async fn run(args: TasksArgs) -> anyhow::Result<ExitCode> {
             rows::list(&config::load(&selection.source)?.check()?, &file, selection.json)
         }
         TasksCommand::Show { id, selection, file: None, .. } => show(&id, &selection),
-        TasksCommand::Show { id, file: Some(file), eval_script: true, harness, .. } => {
-            rows::eval_script(&file, &id, harness)
-        }
-        TasksCommand::Show { id, selection, file: Some(file), .. } => {
+        TasksCommand::Show { id, selection, file: Some(file), eval_script, harness } => {
+            let settings = config::load(&selection.source)?.check()?;
+            if eval_script {
+                return rows::eval_script(&file, &id, chosen_harness(harness, &settings)?);
+            }
             rows::show(&file, &id, selection.json)
         }
         TasksCommand::Import(ImportArgs { from: Some(ImportFrom::Harbor(args)), .. }) => {

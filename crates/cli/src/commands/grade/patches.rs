@@ -2,7 +2,7 @@
 
 use super::run_report::{Graded, Outcome, run_report};
 use crate::args::GradeArgs;
-use crate::config::{self, Settings};
+use crate::config::Settings;
 use crate::error::{BrokenMeasurement, OutputError, UsageError};
 use crate::grader::Grader;
 use crate::progress::Progress;
@@ -15,6 +15,7 @@ use orchestrate_rollout::{
 };
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
 use orchestrate_tasks::predictions::{self, Prediction};
+use orchestrate_tasks::swe::Harness;
 use orchestrate_tasks::{Origin, Task, printable};
 use orchestrate_types::ModelName;
 use serde_json::Value;
@@ -25,9 +26,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 /// Number of characters of an id or another name that are printed.
 const NAME_CHARS: usize = 120;
 
-pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
-    let settings = config::load(&args.source)?.check()?;
-    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip, args.harness)?;
+pub(super) async fn run(
+    args: &GradeArgs,
+    settings: &Settings,
+    harness: Harness,
+) -> anyhow::Result<ExitCode> {
+    let tasks = task_source::tested_of_file(&args.tasks, &settings.tasks.skip, harness)?;
     let by_id: HashMap<&str, &Task> = tasks.iter().map(|task| (task.id.as_str(), task)).collect();
     let mut work = Vec::new();
     for prediction in chosen(args)? {
@@ -47,9 +51,9 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
             tasks: args.tasks.clone()
         }
     );
-    let rules = GradingRules { harness: args.harness, ..settings.reward.rules() };
-    let grader = Grader::connect(&settings, rules).await?;
-    let grading = Grading { args, settings: &settings, grader, kept: AtomicUsize::new(0) };
+    let rules = GradingRules { harness, ..settings.reward.rules() };
+    let grader = Grader::connect(settings, rules).await?;
+    let grading = Grading { args, settings, harness, grader, kept: AtomicUsize::new(0) };
     let progress = Progress::new(work.len() as u64);
     let mut results: BTreeMap<&ModelName, BTreeMap<&str, Graded>> = BTreeMap::new();
     {
@@ -75,7 +79,7 @@ pub(super) async fn run(args: &GradeArgs) -> anyhow::Result<ExitCode> {
     grading.finish().await?;
     let mut broken = 0;
     for (model, results) in &results {
-        let report = run_report(&tasks, results, args.harness);
+        let report = run_report(&tasks, results, harness);
         let name = format!("{}.{}.json", model.file_name(), args.run_id);
         let file = args.out.join(name);
         replace_file(&file, format!("{report:#}").as_bytes(), READABLE)
@@ -108,7 +112,7 @@ fn say_failures(results: &BTreeMap<&str, Graded>) {
 }
 
 /// The selected predictions; of several for the same task and model, the last one.
-fn chosen(args: &GradeArgs) -> anyhow::Result<Vec<Prediction>> {
+pub(super) fn chosen(args: &GradeArgs) -> anyhow::Result<Vec<Prediction>> {
     let Some(path) = &args.predictions else { anyhow::bail!("name --predictions or --log") };
     let (mut latest, mut replaced) = (BTreeMap::new(), 0_usize);
     for prediction in predictions::read(path)? {
@@ -152,6 +156,7 @@ fn image_reason(error: &SandboxError) -> String {
 struct Grading<'a> {
     args: &'a GradeArgs,
     settings: &'a Settings,
+    harness: Harness,
     grader: Grader<'a>,
     /// Number of verdicts that were used again.
     kept: AtomicUsize,
@@ -168,7 +173,7 @@ impl Grading<'_> {
         let logs = GradeLogs { root: self.args.out.clone(), model };
         let folder = logs.folder(&self.args.run_id, task);
         let (compat, limits) = (self.settings.reward.compat, wiring::limits(self.settings));
-        let inputs = GradingInputs::new(task, patch, self.args.harness, compat, limits)?;
+        let inputs = GradingInputs::new(task, patch, self.harness, compat, limits)?;
         if let Some(known) = self.known(&folder, task, &inputs).await? {
             self.kept.fetch_add(1, Ordering::Relaxed);
             return Ok(known);

@@ -3,10 +3,10 @@
 use super::NAME_CHARS;
 use crate::args::HarborImportArgs;
 use crate::config;
-use crate::error::InputError;
+use crate::error::{InputError, UsageError};
 use crate::output;
 use anyhow::Context as _;
-use camino::Utf8Path;
+use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_sandbox::{BuildError, FileEntry, ImageBuilder};
 use orchestrate_tasks::harbor::{
     self, HarborFile, HarborImage, HarborLine, HarborProblem, HarborRow, ImageFacts,
@@ -25,6 +25,7 @@ pub(super) async fn import(args: &HarborImportArgs) -> anyhow::Result<ExitCode> 
     let settings = config::load(&args.source)?.check()?;
     let folders = harbor::task_folders(&args.folder)
         .with_context(|| format!("cannot read {}", args.folder))?;
+    check_out(&args.out, &args.source.files, &folders)?;
     let builder = ImageBuilder::connect(&settings.sandbox).await?;
     let mut known: HashMap<String, Result<ImageFacts, String>> = HashMap::new();
     let mut lines: Vec<HarborLine> = Vec::new();
@@ -74,6 +75,29 @@ pub(super) async fn import(args: &HarborImportArgs) -> anyhow::Result<ExitCode> 
         ));
     }
     Ok(ExitCode::SUCCESS)
+}
+
+/// Fails if `out` would replace a config file, or a file of a task folder.
+fn check_out(
+    out: &Utf8Path,
+    configs: &[Utf8PathBuf],
+    folders: &[Utf8PathBuf],
+) -> Result<(), UsageError> {
+    let real = |path: &Utf8Path| path.canonicalize_utf8().ok();
+    let output = real(out);
+    if output.is_some() && configs.iter().any(|config| real(config) == output) {
+        return Err(UsageError::OutputIsInput { path: out.to_owned() });
+    }
+    // The file itself need not exist.
+    let parent = out.parent().filter(|parent| !parent.as_str().is_empty());
+    let Some(parent) = real(parent.unwrap_or(Utf8Path::new("."))) else { return Ok(()) };
+    let is_around = |folder: &&Utf8PathBuf| real(folder).is_some_and(|f| parent.starts_with(f));
+    match folders.iter().find(is_around) {
+        Some(folder) => {
+            Err(UsageError::OutputInTask { path: out.to_owned(), folder: folder.clone() })
+        }
+        None => Ok(()),
+    }
 }
 
 /// The row of one folder. Builds or pulls its images.
