@@ -2,9 +2,7 @@
 //!
 //! `HF_HOME`, `HF_ENDPOINT` and `HF_TOKEN` apply as they do to Hugging Face's own libraries.
 
-use super::hub_files::{
-    Ambiguous, is_one_of_several, missing_shard, only_split, same_part, with_rows,
-};
+use super::hub_files::{Ambiguous, missing_shard, only_split, same_part, with_rows};
 use camino::Utf8PathBuf;
 use hf_hub::api::sync::{Api, ApiBuilder, ApiError};
 use hf_hub::{Repo, RepoType};
@@ -146,11 +144,15 @@ impl HubSource {
     /// fetched.
     pub(super) fn fetch(&self) -> Result<Vec<Utf8PathBuf>, HubError> {
         let api = api()?;
-        let (files, commit) = if let Some(file) = self.only_file() {
-            (vec![file.to_owned()], self.revision.clone())
-        } else {
-            let (files, commit) = self.list_files(&api)?;
-            (self.select_files(&files)?, commit)
+        let (files, commit) = match &self.path {
+            // A file of a commit never changes, so a cached one is used without asking the hub.
+            Some(path) if !path.contains('*') && is_commit(&self.revision) => {
+                (vec![path.clone()], self.revision.clone())
+            }
+            _ => {
+                let (files, commit) = self.list_files(&api)?;
+                (self.select_files(&files)?, commit)
+            }
         };
         let repo = api.repo(Repo::with_revision(self.id.clone(), RepoType::Dataset, commit));
         let fetched = files.iter().map(|file| {
@@ -162,13 +164,6 @@ impl HubSource {
             Utf8PathBuf::from_path_buf(path).map_err(HubError::Path)
         });
         fetched.collect()
-    }
-
-    /// The file that the address names, if no other one matters. That of a commit never changes, so a
-    /// cached one is used without asking the hub. Whether the others of a shard exist only the hub knows.
-    fn only_file(&self) -> Option<&str> {
-        let path = self.path.as_deref().filter(|_| is_commit(&self.revision))?;
-        (!path.contains('*') && !is_one_of_several(path)).then_some(path)
     }
 
     /// All files of the data set, and the commit that its revision refers to.
@@ -285,23 +280,6 @@ mod tests {
         ] {
             assert_eq!(matches(pattern, file), expected, "{pattern} {file}");
         }
-    }
-
-    #[test]
-    fn only_a_whole_file_of_a_commit_is_used_without_the_list_of_files() {
-        let commit = "0123456789abcdef0123456789abcdef01234567";
-        for (revision, path, right) in [
-            (commit, "rows.jsonl", true),
-            (commit, "data/train-00000-of-00001.parquet", true),
-            (commit, "data/train-00000-of-00002.parquet", false),
-            (commit, "en/c4-train.00000-of-01024.json.gz", false),
-            (commit, "data/*", false),
-            ("main", "rows.jsonl", false),
-        ] {
-            let address = source(&format!("hf://datasets/a/b@{revision}/{path}"));
-            assert_eq!(address.only_file(), right.then_some(path), "{revision} {path}");
-        }
-        assert_eq!(source(&format!("hf://datasets/a/b@{commit}")).only_file(), None);
     }
 
     #[test]

@@ -200,11 +200,6 @@ fn is_number(text: &str) -> bool {
     !text.is_empty() && text.bytes().all(|b| b.is_ascii_digit())
 }
 
-/// Whether the name of a file says that there are others of the same whole.
-pub(super) fn is_one_of_several(file: &str) -> bool {
-    Shard::of_file(file).is_some_and(|shard| shard.count > 1)
-}
-
 /// The name of one file of a known number of them, as `train-00000-of-00003`.
 #[derive(Debug, PartialEq, Eq)]
 struct Shard<'a> {
