@@ -2,14 +2,14 @@
 
 use crate::api::{Action, Message, MessageExtra};
 use crate::conversation::{
-    Conversation, HistoryMessage, ReplyError, ReplyRequest, RequestPrompt, SampledReply,
-    Unanswered, call_id,
+    Answered, Conversation, HistoryMessage, ReplyError, ReplyRequest, RequestPrompt, Unanswered,
+    call_id,
 };
 use crate::template::ShownExtras;
 use orchestrate_engine::Finish;
 use orchestrate_gateway as gateway;
 use orchestrate_gateway::{
-    AskedSampling, ErrorCode, Receipt, Role, RoutedExperts, SampleError, SampleRequest, Sampled,
+    AskedSampling, ErrorCode, Role, RoutedExperts, SampleError, SampleRequest, Sampled,
     SampledTokens, Sampler, TextSink, TokenRequest, ToolChoice,
 };
 use orchestrate_routing::RoutingMask;
@@ -77,9 +77,9 @@ impl Sampler for ConversationSampler {
     ) -> Result<Sampled, SampleError> {
         let _place = self.place().await?;
         let request_of_reply = self.reply_request(request, sample);
-        let reply =
+        let answered =
             self.conversation.sample_live(&request_of_reply, text).await.map_err(refused)?;
-        Ok(self.sampled(&reply, request.logprobs))
+        Ok(self.sampled(answered, request.logprobs))
     }
 
     fn unanswered(&self, code: ErrorCode, message: &str) {
@@ -108,9 +108,8 @@ impl Sampler for ConversationSampler {
             repeats,
             overridden: overridden.paths().map(str::to_owned).collect(),
         });
-        let reply = self.conversation.sample(&request).await.map_err(refused)?;
-        let (receipt, delivery) = Receipt::new();
-        reply.sending(delivery);
+        let Answered { reply, receipt } =
+            self.conversation.sample(&request).await.map_err(refused)?;
         Ok(SampledTokens {
             token_ids: reply.token_ids.clone(),
             logprobs: reply.logprobs.clone(),
@@ -185,9 +184,8 @@ impl ConversationSampler {
         schemas
     }
 
-    fn sampled(&self, reply: &Arc<SampledReply>, lists_tokens: bool) -> Sampled {
-        let (receipt, delivery) = Receipt::new();
-        reply.sending(delivery);
+    fn sampled(&self, answered: Answered, lists_tokens: bool) -> Sampled {
+        let Answered { reply, receipt } = answered;
         let calls = reply.message.tool_calls.iter().enumerate();
         let tool_calls: Vec<gateway::ToolCall> = calls
             .map(|(index, action)| gateway::ToolCall {

@@ -79,8 +79,8 @@ impl Conversation {
         asking: Asking,
     ) -> Result<Begun, ReplyError> {
         let digest = digest_of(request, &located.tools.digest);
-        let Asking { client, text, is_settled } = asking;
-        if client.strong_count() == 0 {
+        let Asking { mut delivery, text, is_settled } = asking;
+        if delivery.now() == Some(false) {
             return Err(ReplyError::Ended("the client is gone".to_owned()));
         }
         if let Some(pending) = state.replies.find(digest, request.repeats) {
@@ -88,12 +88,12 @@ impl Conversation {
                 live.join(text);
             }
             *state.recognised.entry(Recognition::Returned).or_default() += 1;
-            return Ok(Begun::Waiting(pending.wait(&client)));
+            return Ok(Begun::Waiting(pending.wait(delivery)));
         }
         if !is_settled && state.replies.may_be_owed(digest) {
             return Ok(Begun::Unsettled {
                 content: digest,
-                asking: Asking { client, text, is_settled: true },
+                asking: Asking { delivery, text, is_settled: true },
             });
         }
         if let Some(number) = located.point.reply(&state.tree) {
@@ -108,7 +108,7 @@ impl Conversation {
         planned.sequence.recorded = self.journal.get().map(|_| Vec::new());
         planned.live = text.and_then(|text| self.live_text(&planned, request, text));
         let pending = state.replies.open(digest, planned.live.clone());
-        let waiting = pending.wait(&client);
+        let waiting = pending.wait(delivery);
         let (this, prompt) = (Arc::clone(self), request.prompt.clone());
         let run = async move { this.run(planned, prompt, pending).await };
         while state.generating.try_join_next().is_some() {}

@@ -13,7 +13,7 @@ use crate::reply::{ReplyParts, first_stop};
 use crate::sequence::{GenerationId, NoReply, Sampled, Sequence, TurnPart};
 use orchestrate_engine::{Finish, TokenListener};
 use orchestrate_types::{Limit, TokenId};
-use std::sync::{Arc, Mutex};
+use std::sync::Arc;
 use std::time::Duration;
 use tokio::time::Instant;
 
@@ -205,7 +205,6 @@ impl Conversation {
             token_ids,
             logprobs: sequence.buffer.last_logprobs(),
             rows: None,
-            deliveries: Mutex::default(),
         };
         Ok((text, reply))
     }

@@ -3,7 +3,7 @@
 use super::tests::{chat, conversation, deliver, request, sent};
 use super::*;
 use orchestrate_engine::{EngineErrorKind, Finish};
-use orchestrate_gateway::{Receipt, ShownText};
+use orchestrate_gateway::ShownText;
 use orchestrate_testkit::{FakeEngine, FakeReply, toy_shape};
 use orchestrate_types::{ModelShape, TokenId};
 
@@ -59,7 +59,7 @@ async fn text_is_shown_while_the_engine_samples_and_after_an_abort() {
         abort(&engine);
     };
     let (reply, ()) = tokio::join!(sampling, watching);
-    let reply = reply.unwrap();
+    let reply = reply.unwrap().reply;
     assert_eq!(reply.reasoning.as_deref(), Some("hm, yes"));
     assert_eq!(reply.message.content, "Look at this.");
     assert_eq!(reply.message.tool_calls.len(), 1);
@@ -80,13 +80,12 @@ async fn a_call_that_fails_is_shown_and_replaced_by_the_next_one() {
     });
     let conversation = conversation(&engine, 10);
     let (sink, mut shown) = TextSink::new();
-    let reply = conversation.sample_live(&request(&[sent("user", "a")]), Some(sink)).await.unwrap();
+    let request = request(&[sent("user", "a")]);
+    let Answered { reply, receipt } = conversation.sample_live(&request, Some(sink)).await.unwrap();
     assert_eq!(reply.message.content, "Other words");
     assert_eq!(shown.now().content, "Other words");
     assert_eq!(engine.requests().len(), 2);
     // The agent saw an error. Unless it gets the reply after all, what it does is not its result.
-    let (receipt, delivery) = Receipt::new();
-    reply.sending(delivery);
     drop(receipt);
     let failure = conversation.finish().failure;
     assert!(failure.unwrap().contains("cut off"));
@@ -104,14 +103,12 @@ async fn an_agent_that_gets_a_reply_after_an_error_has_lost_nothing() {
     let conversation = conversation(&engine, 10);
     let request = request(&[sent("user", "a")]);
     let (sink, _shown) = TextSink::new();
-    let reply = conversation.sample_live(&request, Some(sink)).await.unwrap();
+    let reply = conversation.sample_live(&request, Some(sink)).await.unwrap().reply;
     for is_delivered in [false, true] {
         let again = conversation.sample_live(&request, None).await.unwrap();
-        assert!(Arc::ptr_eq(&reply, &again));
-        let (receipt, delivery) = Receipt::new();
-        again.sending(delivery);
+        assert!(Arc::ptr_eq(&reply, &again.reply));
         if is_delivered {
-            receipt.delivered();
+            deliver(again);
         }
     }
     assert_eq!(conversation.finish().failure, None);
@@ -139,8 +136,7 @@ async fn a_client_that_asks_again_is_shown_the_text_from_its_beginning() {
         abort(&engine);
     };
     let (reply, ()) = tokio::join!(conversation.sample_live(&request, Some(sink)), watching);
-    let reply = reply.unwrap();
-    deliver(&reply);
+    let reply = deliver(reply.unwrap());
     assert_eq!(reply.message.content, "Hello, world");
     assert_eq!(engine.requests().len(), 2);
 }
@@ -152,7 +148,7 @@ async fn nothing_is_shown_from_a_stop_string_on() {
     let mut request = ReplyRequest::clone(&request(&[sent("user", "a")]));
     request.stops = ["STOP".to_owned()].into();
     let (sink, mut shown) = TextSink::new();
-    let reply = conversation.sample_live(&Arc::new(request), Some(sink)).await.unwrap();
+    let reply = conversation.sample_live(&Arc::new(request), Some(sink)).await.unwrap().reply;
     assert_eq!(reply.message.content, "one two ");
     // The space would have been the end of the text before a call.
     assert_eq!(shown.now().content, "one two");

@@ -30,10 +30,10 @@ use crate::sequence::{EpisodeContext, Sequence};
 use crate::turn_journal::{ConversationRecord, TurnJournal};
 use finished::hand_over;
 pub(crate) use finished::{EndOnDrop, FinishedConversation};
-use orchestrate_gateway::TextSink;
+use orchestrate_gateway::{Receipt, TextSink};
 use orchestrate_types::{Attribution, GroupId, Limit};
-pub(crate) use pending::SampledReply;
-use pending::{Asking, Begun, Client, PendingReplies};
+pub(crate) use pending::Answered;
+use pending::{Asking, Begun, PendingReplies};
 use prompt::Located;
 use request::digest_of_ids;
 pub(crate) use request::{ReplyError, ReplyRequest, RequestPrompt};
@@ -198,7 +198,7 @@ impl Conversation {
     pub(crate) async fn sample(
         self: &Arc<Self>,
         request: &Arc<ReplyRequest>,
-    ) -> Result<Arc<SampledReply>, ReplyError> {
+    ) -> Result<Answered, ReplyError> {
         self.sample_live(request, None).await
     }
 
@@ -207,10 +207,10 @@ impl Conversation {
         self: &Arc<Self>,
         request: &Arc<ReplyRequest>,
         text: Option<TextSink>,
-    ) -> Result<Arc<SampledReply>, ReplyError> {
+    ) -> Result<Answered, ReplyError> {
         // Dropped with this future, at any time.
-        let client = Arc::new(Client);
-        let mut asking = Asking { client: Arc::downgrade(&client), text, is_settled: false };
+        let (receipt, delivery) = Receipt::new();
+        let mut asking = Asking { delivery, text, is_settled: false };
         let waiting = loop {
             let begun = match self.begin_here(request, asking) {
                 Ok(begun) => begun?,
@@ -227,12 +227,9 @@ impl Conversation {
                 }
             }
         };
-        let answer = waiting.await;
-        drop(client);
-        if answer.is_ok() {
-            self.note(None);
-        }
-        answer
+        let reply = waiting.await?;
+        self.note(None);
+        Ok(Answered { reply, receipt })
     }
 
     /// Waits until the replies to requests with this content are known to be owed or not, or for

@@ -13,12 +13,12 @@ use super::ReplyError;
 use super::live::LiveText;
 use crate::api::Message;
 use orchestrate_engine::Finish;
-use orchestrate_gateway::{Delivery, TextSink};
+use orchestrate_gateway::{Delivery, Receipt, TextSink};
 use orchestrate_routing::RoutingMask;
 use orchestrate_types::TokenId;
 use std::collections::{HashMap, HashSet};
 use std::pin::Pin;
-use std::sync::{Arc, Mutex, PoisonError, Weak};
+use std::sync::{Arc, Mutex, PoisonError};
 use tokio::sync::watch;
 
 /// A sampled reply.
@@ -50,36 +50,17 @@ pub(crate) struct SampledReply {
     /// Whether a client was shown a text that this does not continue, because an engine call failed: it
     /// has seen an error.
     pub(super) contradicts_shown: bool,
-    /// How it was sent to each client that got it or was to get it.
-    pub(super) deliveries: Mutex<Vec<Delivery>>,
-}
-
-impl SampledReply {
-    /// Notes that the reply is being sent to a client.
-    pub(crate) fn sending(&self, delivery: Delivery) {
-        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
-    }
-
-    /// Whether the whole reply was sent to a client, or is being sent.
-    fn was_sent(&self) -> bool {
-        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
-        deliveries.iter_mut().any(|delivery| delivery.was_sent() || delivery.now() != Some(false))
-    }
-
-    /// Whether no client has got the whole reply, and none is getting it.
-    fn is_owed(&self) -> bool {
-        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
-        deliveries.iter_mut().all(|delivery| delivery.now() == Some(false))
-    }
-
-    /// Whether no client is known to have got the whole reply.
-    fn may_be_owed(&self) -> bool {
-        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
-        deliveries.iter_mut().all(|delivery| delivery.now() != Some(true))
-    }
 }
 
 pub(super) type Answer = Result<Arc<SampledReply>, ReplyError>;
+
+/// A reply for one client.
+#[derive(Debug)]
+pub(crate) struct Answered {
+    pub(crate) reply: Arc<SampledReply>,
+    /// Notified once the client has the whole reply.
+    pub(crate) receipt: Receipt,
+}
 
 /// A future of an answer.
 pub(super) type Waiting = Pin<Box<dyn Future<Output = Answer> + Send>>;
@@ -88,19 +69,15 @@ pub(super) type Waiting = Pin<Box<dyn Future<Output = Answer> + Send>>;
 #[derive(Debug)]
 pub(super) struct PendingReply {
     answer: watch::Sender<Option<Answer>>,
-    /// The clients that asked for it, as long as they wait.
-    clients: Mutex<Vec<Weak<Client>>>,
+    /// Whether each client that asked for it has got it, from its request on.
+    deliveries: Mutex<Vec<Delivery>>,
     /// The text so far, if the request that began it reads it as a stream.
     pub(super) live: Option<Arc<LiveText>>,
 }
 
-/// Held by a client for as long as it waits for a reply.
-#[derive(Debug)]
-pub(super) struct Client;
-
 /// A client that asks for a reply.
 pub(super) struct Asking {
-    pub(super) client: Weak<Client>,
+    pub(super) delivery: Delivery,
     /// If it reads the reply as a stream.
     pub(super) text: Option<TextSink>,
     /// Whether the ends of other clients' connections have had the time to be noticed.
@@ -132,8 +109,8 @@ impl PendingReply {
     }
 
     /// A future of the answer.
-    pub(super) fn wait(&self, client: &Weak<Client>) -> Waiting {
-        self.clients.lock().unwrap_or_else(PoisonError::into_inner).push(Weak::clone(client));
+    pub(super) fn wait(&self, delivery: Delivery) -> Waiting {
+        self.deliveries.lock().unwrap_or_else(PoisonError::into_inner).push(delivery);
         let mut answer = self.answer.subscribe();
         Box::pin(async move {
             let answered = answer.wait_for(Option::is_some).await.map(|answer| answer.clone());
@@ -142,10 +119,22 @@ impl PendingReply {
         })
     }
 
-    /// Whether a client still waits.
-    fn is_awaited(&self) -> bool {
-        let clients = self.clients.lock().unwrap_or_else(PoisonError::into_inner);
-        clients.iter().any(|client| client.strong_count() > 0)
+    /// Whether no client has got the whole reply, and none waits for it or is getting it.
+    fn is_owed(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().all(|delivery| delivery.now() == Some(false))
+    }
+
+    /// Whether no client is known to have got the whole reply.
+    fn is_undelivered(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().all(|delivery| delivery.now() != Some(true))
+    }
+
+    /// Whether the whole reply was sent to a client, or may still be.
+    fn was_sent(&self) -> bool {
+        let mut deliveries = self.deliveries.lock().unwrap_or_else(PoisonError::into_inner);
+        deliveries.iter_mut().any(|delivery| delivery.was_sent() || delivery.now() != Some(false))
     }
 }
 
@@ -173,9 +162,9 @@ impl PendingReplies {
     pub(super) fn find(&self, content: [u8; 32], repeats: bool) -> Option<Arc<PendingReply>> {
         let pending = self.by_content.get(&content)?;
         let is_owed = |pending: &&Arc<PendingReply>| match &*pending.answer.borrow() {
-            None => repeats || !pending.is_awaited(),
+            None => repeats || pending.is_owed(),
             Some(Ok(reply)) => {
-                repeats || (reply.is_owed() && !self.continued.contains(&reply.number))
+                repeats || (pending.is_owed() && !self.continued.contains(&reply.number))
             }
             Some(Err(_)) => false,
         };
@@ -187,7 +176,7 @@ impl PendingReplies {
     pub(super) fn may_be_owed(&self, content: [u8; 32]) -> bool {
         let may_be_owed = |pending: &Arc<PendingReply>| match &*pending.answer.borrow() {
             None => true,
-            Some(Ok(reply)) => reply.may_be_owed() && !self.continued.contains(&reply.number),
+            Some(Ok(reply)) => pending.is_undelivered() && !self.continued.contains(&reply.number),
             Some(Err(_)) => false,
         };
         self.by_content.get(&content).is_some_and(|pending| pending.iter().any(may_be_owed))
@@ -197,7 +186,7 @@ impl PendingReplies {
     /// reply since.
     pub(super) fn has_broken_stream(&self) -> bool {
         self.by_content.values().flatten().any(|pending| match &*pending.answer.borrow() {
-            Some(Ok(reply)) => reply.contradicts_shown && !reply.was_sent(),
+            Some(Ok(reply)) => reply.contradicts_shown && !pending.was_sent(),
             Some(Err(_)) | None => false,
         })
     }
@@ -222,8 +211,8 @@ impl PendingReplies {
         content: [u8; 32],
         live: Option<Arc<LiveText>>,
     ) -> Arc<PendingReply> {
-        let (answer, clients) = (watch::Sender::new(None), Mutex::default());
-        let pending = Arc::new(PendingReply { answer, clients, live });
+        let (answer, deliveries) = (watch::Sender::new(None), Mutex::default());
+        let pending = Arc::new(PendingReply { answer, deliveries, live });
         self.by_content.entry(content).or_default().push(Arc::clone(&pending));
         pending
     }

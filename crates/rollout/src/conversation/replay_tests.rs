@@ -1,5 +1,6 @@
 //! Conversations whose process is killed at every record, and in the middle of it.
 
+use super::pending::SampledReply;
 use super::tests::{chat, context_of, deliver, repeated, request, sent};
 use super::*;
 use crate::api::{Action, RowCounts};
@@ -129,8 +130,7 @@ impl Agent {
             return None;
         }
         if self.asked == self.had.len() {
-            let reply = self.conversation.sample(request).await.unwrap();
-            deliver(&reply);
+            let reply = deliver(self.conversation.sample(request).await.unwrap());
             self.had.push(reply);
         }
         self.asked += 1;
@@ -362,7 +362,7 @@ async fn requests_that_were_sampled_at_the_same_time_keep_their_replies() {
     let [a, b, c] = [sample(0), sample(1), sample(2)];
     let (a, b, c) =
         tokio::join!(conversation.sample(&a), conversation.sample(&b), conversation.sample(&c));
-    let replies = [a.unwrap(), b.unwrap(), c.unwrap()];
+    let replies = [a, b, c].map(|answer| answer.unwrap().reply);
     let file = std::fs::read(process.path()).unwrap();
     for cut in ends(&file).split_off(1) {
         let process = Process::new();
@@ -371,8 +371,7 @@ async fn requests_that_were_sampled_at_the_same_time_keep_their_replies() {
         let mut numbers = Vec::new();
         let mut tokens = Vec::new();
         for (number, before) in replies.iter().enumerate() {
-            let reply = conversation.sample(&sample(number)).await.unwrap();
-            deliver(&reply);
+            let reply = deliver(conversation.sample(&sample(number)).await.unwrap());
             if stored == 3 {
                 assert_eq!(reply.token_ids, before.token_ids);
             }

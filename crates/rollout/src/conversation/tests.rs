@@ -1,3 +1,4 @@
+use super::pending::SampledReply;
 use super::*;
 use crate::api::{Action, EpisodeRequest, Message};
 use crate::chat::{ChatModel, ChatOptions, message};
@@ -10,7 +11,7 @@ use crate::template::{ChatTemplate, TemplateInput};
 use crate::vocabulary::{MICRO_CHAT_TEMPLATE, train_tokenizer};
 use camino::Utf8Path;
 use orchestrate_engine::Finish;
-use orchestrate_gateway::{AskedSampling, Receipt};
+use orchestrate_gateway::AskedSampling;
 use orchestrate_testkit::{FakeEngine, FakeReply, FakeRequest, toy_shape, toy_task};
 use orchestrate_types::{ModelShape, PolicyVersion};
 use rand_chacha::ChaCha8Rng;
@@ -161,10 +162,9 @@ pub(super) fn request(sent: &[Arc<HistoryMessage>]) -> Arc<ReplyRequest> {
 }
 
 /// A client gets the whole reply.
-pub(super) fn deliver(reply: &SampledReply) {
-    let (receipt, delivery) = Receipt::new();
-    reply.sending(delivery);
-    receipt.delivered();
+pub(super) fn deliver(answered: Answered) -> Arc<SampledReply> {
+    answered.receipt.delivered();
+    answered.reply
 }
 
 /// A reply as an agent sends it back that keeps the ids of calls, and the thinking if it is to.
@@ -258,8 +258,7 @@ async fn a_linear_conversation_is_one_branch_with_the_tokens_of_the_built_in_loo
     let mut replies = Vec::new();
     let mut expected = chat().prompt(&[message("user", "mend it")]).unwrap().to_vec();
     for turn in 0..4 {
-        let reply = conversation.sample(&request(&history)).await.unwrap();
-        deliver(&reply);
+        let reply = deliver(conversation.sample(&request(&history)).await.unwrap());
         expected.extend(&reply.token_ids);
         let observation = message("tool", &format!("result {turn}"));
         if turn < 3 {
@@ -305,8 +304,7 @@ async fn three(
     let mut replies = Vec::new();
     for sample in 0..3 {
         let reply = ReplyRequest { sample, ..ReplyRequest::clone(&request(&history)) };
-        let reply = conversation.sample(&Arc::new(reply)).await.unwrap();
-        deliver(&reply);
+        let reply = deliver(conversation.sample(&Arc::new(reply)).await.unwrap());
         replies.push(reply);
     }
     assert_ne!(replies[0].token_ids, replies[2].token_ids);
@@ -348,8 +346,7 @@ async fn edited_thinking_is_sampled_over_and_begins_a_branch() {
     let engine = engine_of_thoughts();
     let conversation = conversation(&engine, 10);
     let mut history = vec![sent("user", "mend it")];
-    let reply = conversation.sample(&request(&history)).await.unwrap();
-    deliver(&reply);
+    let reply = deliver(conversation.sample(&request(&history)).await.unwrap());
     let mut edited = HistoryMessage::clone(&sent_back(&reply, true));
     edited.reasoning = Some("I am unsure.".to_owned());
     history.extend([Arc::new(edited), sent("tool", "total.py")]);
@@ -391,8 +388,7 @@ async fn a_branch_begins_where_the_template_drops_thinking_and_only_there() {
         let forks = async |history: &[Arc<HistoryMessage>],
                            replies: &mut Vec<Arc<SampledReply>>| {
             let before = conversation.state().forks.clone();
-            let reply = conversation.sample(&request(history)).await.unwrap();
-            deliver(&reply);
+            let reply = deliver(conversation.sample(&request(history)).await.unwrap());
             // The prompt is what the template shows of the whole history.
             let messages: Vec<Message> = history
                 .iter()
@@ -457,8 +453,7 @@ async fn a_request_switches_thinking_on_a_branch_of_its_own() {
     assert_eq!(conversation.count(&request(Some(false))).await.unwrap(), plain + header);
     let mut sampled = Vec::new();
     for thinking in [Some(true), Some(false), Some(true)] {
-        let reply = conversation.sample(&request(thinking)).await.unwrap();
-        deliver(&reply);
+        let reply = deliver(conversation.sample(&request(thinking)).await.unwrap());
         sampled.push(reply.prompt_tokens);
     }
     assert_eq!(sampled, [plain, plain + header, plain]);
@@ -491,18 +486,16 @@ async fn a_reply_that_no_client_got_is_given_again() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
     let request = request(&[sent("user", "mend it")]);
-    let lost = conversation.sample(&request).await.unwrap();
-    let again = conversation.sample(&request).await.unwrap();
+    let lost = conversation.sample(&request).await.unwrap().reply;
+    let again = deliver(conversation.sample(&request).await.unwrap());
     assert!(Arc::ptr_eq(&lost, &again), "the first was not delivered");
-    deliver(&again);
-    let other = conversation.sample(&request).await.unwrap();
+    let other = deliver(conversation.sample(&request).await.unwrap());
     assert_ne!(other.token_ids, again.token_ids, "another sample");
-    deliver(&other);
     let retried = conversation
         .sample(&Arc::new(ReplyRequest { repeats: true, ..ReplyRequest::clone(&request) }))
         .await
         .unwrap();
-    assert!(Arc::ptr_eq(&other, &retried), "the client says that it did not get it");
+    assert!(Arc::ptr_eq(&other, &retried.reply), "the client says that it did not get it");
     let finished = conversation.finish();
     assert_eq!(finished.forks, [(ForkCause::Repeated, 1)].into());
     check(&engine, &finished, &[lost, other]);
@@ -519,7 +512,7 @@ async fn a_dropped_client_leaves_its_reply_to_the_next_one() {
         // Polled once, so that it has begun.
         poll_once(first.as_mut()).await;
     }
-    let reply = conversation.sample(&request).await.unwrap();
+    let reply = conversation.sample(&request).await.unwrap().reply;
     assert_eq!(engine.requests().len(), 1);
     check(&engine, &conversation.finish(), &[reply]);
 }
@@ -535,13 +528,11 @@ async fn a_client_that_is_found_gone_after_its_next_request_leaves_it_the_reply(
     let mut again = Box::pin(conversation.sample(&request));
     poll_once(again.as_mut()).await;
     drop(first);
-    let lost = again.await.unwrap();
+    let Answered { reply: lost, mut receipt } = again.await.unwrap();
     assert_eq!(engine.requests().len(), 1);
     // After it was sent: what the client has read is not known yet.
     for is_read in [false, true] {
-        let (mut receipt, delivery) = Receipt::new();
         receipt.sent();
-        lost.sending(delivery);
         let mut again = Box::pin(conversation.sample(&request));
         poll_once(again.as_mut()).await;
         if is_read {
@@ -549,7 +540,9 @@ async fn a_client_that_is_found_gone_after_its_next_request_leaves_it_the_reply(
         } else {
             drop(receipt);
         }
-        assert_eq!(Arc::ptr_eq(&lost, &again.await.unwrap()), !is_read);
+        let answered = again.await.unwrap();
+        assert_eq!(Arc::ptr_eq(&lost, &answered.reply), !is_read);
+        receipt = answered.receipt;
     }
     assert_eq!(engine.requests().len(), 2);
 }
@@ -560,21 +553,30 @@ async fn equal_requests_of_clients_that_stay_are_samples_of_their_own() {
     let conversation = conversation(&engine, 10);
     let request = request(&[sent("user", "mend it")]);
     // None of them says until the end that it has read its reply.
-    let mut receipts = Vec::new();
-    let sample = async || {
-        let reply = conversation.sample(&request).await.unwrap();
-        let (receipt, delivery) = Receipt::new();
-        reply.sending(delivery);
-        (reply, receipt)
-    };
+    let sample = async || conversation.sample(&request).await.unwrap();
     let (a, b) = tokio::join!(sample(), sample());
-    receipts.extend([a, b]);
-    receipts.push(sample().await);
-    let mut numbers: Vec<u32> = receipts.iter().map(|(reply, _)| reply.number).collect();
+    let answers = [a, b, sample().await];
+    let mut numbers = answers.each_ref().map(|answered| answered.reply.number);
     numbers.sort_unstable();
     assert_eq!(numbers, [0, 1, 2]);
     assert_eq!(engine.requests().len(), 3);
     assert_eq!(conversation.finish().forks, [(ForkCause::Repeated, 2)].into());
+}
+
+#[tokio::test]
+async fn a_reply_that_its_client_has_not_taken_yet_is_no_one_elses() {
+    let engine = engine();
+    let conversation = conversation(&engine, 10);
+    let request = request(&[sent("user", "mend it")]);
+    let mut first = Box::pin(conversation.sample(&request));
+    poll_once(first.as_mut()).await;
+    // The reply is there, and the task of the first client has not run since.
+    while !conversation.state().generating.is_empty() {
+        while conversation.state().generating.try_join_next().is_some() {}
+        tokio::task::yield_now().await;
+    }
+    let second = conversation.sample(&request).await.unwrap();
+    assert_eq!((first.await.unwrap().reply.number, second.reply.number), (0, 1));
 }
 
 /// Polls a future once.
@@ -629,7 +631,7 @@ async fn an_attempt_that_is_given_up_ends_its_conversation() {
     let engine = engine();
     let conversation = conversation(&engine, 10);
     let end = EndOnDrop(Arc::clone(&conversation));
-    let reply = conversation.sample(&request(&[sent("user", "a")])).await.unwrap();
+    let reply = conversation.sample(&request(&[sent("user", "a")])).await.unwrap().reply;
     drop(end);
     let again = [sent("user", "a"), repeated(&reply), sent("user", "b")];
     let error = conversation.sample(&request(&again)).await.unwrap_err();
@@ -807,19 +809,18 @@ async fn random_conversation(seed: u64, requests: usize) -> (BTreeMap<ForkCause,
             let conversation = Arc::clone(&conversation);
             asking.spawn(async move {
                 let (sink, mut shown) = TextSink::new();
-                let reply = conversation.sample_live(&request, Some(sink)).await.unwrap();
+                let answered = conversation.sample_live(&request, Some(sink)).await.unwrap();
                 let shown = shown.now().clone();
-                assert!(reply.message.content.starts_with(&shown.content), "{shown:?} {reply:?}");
+                let content = &answered.reply.message.content;
+                assert!(content.starts_with(&shown.content), "{shown:?} {content:?}");
                 assert_eq!(shown.reasoning, "");
-                reply
+                answered
             });
         }
         let lost = agent.below(10) == 0;
-        while let Some(reply) = asking.join_next().await {
-            let reply = reply.unwrap();
-            if !lost {
-                deliver(&reply);
-            }
+        while let Some(answered) = asking.join_next().await {
+            let answered = answered.unwrap();
+            let reply = if lost { answered.reply } else { deliver(answered) };
             let prompts = by_number(&engine);
             if reply.number as usize >= before {
                 assert_eq!(*prompts[&reply.number].token_ids, expected);
