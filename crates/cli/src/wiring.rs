@@ -471,7 +471,7 @@ impl Model {
         servers: &mut Servers,
         server_tools: &[serde_json::Value],
     ) -> anyhow::Result<Self> {
-        let model = (&settings.engine.model, folder);
+        let model = (settings.engine.model.as_path(), folder);
         let engine = Arc::new(engine(settings, servers, model, server_tools).await?);
         let date = timestamp(store.reader().run().await?.created_us);
         let options = ChatOptions { date, ..settings.rollout.chat_options(server_tools) };
