@@ -26,7 +26,6 @@ fn truncated_by(limit: Limit) -> (TurnPhase, TurnCommand) {
 }
 
 /// The table in the module's documentation, row by row, without those of the opening prompt.
-#[expect(clippy::too_many_lines, reason = "one row per transition")]
 fn table() -> Vec<(&'static str, TurnPhase, TurnEvent, (TurnPhase, TurnCommand))> {
     let full = || TurnEvent::ContextFull { error: "full".to_owned() };
     let acting = || TurnPhase::Acting { turn: 0 };
