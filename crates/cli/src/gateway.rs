@@ -1,5 +1,4 @@
-//! The gateway of a run whose episodes are run by external workers: its server, and a sandbox
-//! provider that has no sandboxes.
+//! The gateway of a run whose episodes are run by external workers.
 
 use crate::config::ConfigError;
 use crate::error::UsageError;
@@ -14,10 +13,7 @@ use orchestrate_http_server::{
     ConnectionObserver, Denial, HttpLimits, HttpOptions, HttpServer, Routes, TlsFiles,
 };
 use orchestrate_rollout::{ExternalWorkers, RolloutSettings, TurnJournals};
-use orchestrate_sandbox::{
-    Sandbox, SandboxError, SandboxErrorKind, SandboxProvider, SandboxSpec, SweepReport,
-};
-use orchestrate_types::{ConfigProblem, RunId};
+use orchestrate_types::ConfigProblem;
 use serde_json::json;
 use std::sync::Arc;
 use std::time::Duration;
@@ -157,24 +153,4 @@ pub(crate) fn needs_workers(rollout: &RolloutSettings) -> ConfigProblem {
         scaffold.as_str().unwrap_or_default(),
         "must be \"external\": the task file has plain rows, whose environment an external worker provides",
     )
-}
-
-/// The sandbox provider of a run whose episodes all run at external workers. It opens no sandbox.
-#[derive(Debug)]
-pub(crate) struct NoSandboxes;
-
-#[async_trait::async_trait]
-impl SandboxProvider for NoSandboxes {
-    async fn open(&self, _spec: &SandboxSpec) -> Result<Box<dyn Sandbox>, SandboxError> {
-        let kind = SandboxErrorKind::Protocol("this run has no sandboxes".to_owned());
-        Err(SandboxError { sandbox: "none".to_owned(), kind })
-    }
-
-    async fn sweep(&self, _run: RunId, _epoch: i64) -> Result<SweepReport, SandboxError> {
-        Ok(SweepReport::default())
-    }
-
-    async fn shutdown(&self) -> Result<(), SandboxError> {
-        Ok(())
-    }
 }

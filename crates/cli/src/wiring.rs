@@ -3,7 +3,7 @@
 
 use crate::args::ConfigSource;
 use crate::config::{self, Settings};
-use crate::gateway::{self, Gateway, NoSandboxes};
+use crate::gateway::{self, Gateway};
 use crate::run_folder::TURNS_FOLDER;
 use crate::{images, model_files, output, paths, task_source, tool_servers};
 use anyhow::Context;
@@ -22,12 +22,11 @@ use orchestrate_moe::ModelConfig;
 use orchestrate_moe::infer::{EngineOptions, serve_engine};
 use orchestrate_moe::train::{TrainerOptions, serve_trainer};
 use orchestrate_rollout::{
-    AGENT_FOLDER, ChatModel, ChatOptions, EpisodeRunner, GradeLogs, History, PrefillLeaders,
-    RowSharing, Scaffold, TurnJournals,
+    AGENT_FOLDER, Actor, ChatModel, ChatOptions, EpisodeKind, EpisodeRunner, GradeLogs, History,
+    PrefillLeaders, RowSharing, Sandboxed, Scaffold, TurnJournals,
 };
 use orchestrate_sandbox::{
-    DockerHosts, ImageHooks, ImageLayer, ImageListener, SandboxLimits, SandboxProvider,
-    SandboxSettings,
+    DockerHosts, ImageHooks, ImageLayer, ImageListener, SandboxLimits, SandboxSettings,
 };
 use orchestrate_store::Store;
 use orchestrate_tasks::{Origin, Task};
@@ -367,9 +366,7 @@ async fn agent_layer(folder: Utf8PathBuf) -> anyhow::Result<ImageLayer> {
 
 /// The parts that a run and an evaluation have in common.
 pub(crate) struct Parts {
-    episodes: Arc<EpisodeRunner>,
-    engine: Arc<dyn Engine>,
-    sandboxes: Arc<dyn SandboxProvider>,
+    episodes: EpisodeRunner,
     tasks: TaskSet,
 }
 
@@ -381,9 +378,13 @@ pub(crate) async fn parts(
     servers: &mut Servers,
     image_listener: ImageListener,
 ) -> anyhow::Result<Parts> {
+    let program = match settings.rollout.scaffold {
+        Scaffold::External => return external_parts(settings, folder, store, servers).await,
+        Scaffold::Command => Some(Arc::new(settings.agent.clone())),
+        Scaffold::Tools | Scaffold::R2eXml | Scaffold::Mini => None,
+    };
     let (containers, episodes) = (settings.sandbox.capacity(), settings.rollout.max_in_flight);
-    let is_external = settings.rollout.scaffold == Scaffold::External;
-    if !is_external && settings.sandbox.reuse && containers < 2 * episodes as usize {
+    if settings.sandbox.reuse && containers < 2 * episodes as usize {
         output::say(format!(
             "note: {containers} containers for {episodes} episodes in flight: idle containers are \
              restarted as agents and graders alternate; {} containers in total avoid that \
@@ -391,12 +392,7 @@ pub(crate) async fn parts(
             2 * episodes
         ));
     }
-    if is_external {
-        return external_parts(settings, folder, store, servers).await;
-    }
-    let agent = (settings.rollout.scaffold == Scaffold::Command).then(|| settings.agent.clone());
-    let folder_of_agent = agent.as_ref().and_then(|agent| agent.folder.clone());
-    let agent_layer = match folder_of_agent {
+    let agent_layer = match program.as_ref().and_then(|program| program.folder.clone()) {
         Some(folder) => Some(agent_layer(folder).await?),
         None => None,
     };
@@ -409,16 +405,28 @@ pub(crate) async fn parts(
     let known = store.reader().images().await?.into_iter();
     let known: Vec<_> = known.map(|row| (row.name.clone(), images::identity(row))).collect();
     provider.check_images(&known).await?;
-    let sandboxes: Arc<dyn SandboxProvider> = Arc::new(provider);
     let tasks = task_source::task_set_of_run(settings, folder)?;
     let mut all = tasks.train.iter().chain(&tasks.held_out);
     if all.any(|task| matches!(task.origin, Origin::External(_))) {
         let problem = gateway::needs_workers(&settings.rollout);
         anyhow::bail!(config::ConfigError::Problems(vec![problem]));
     }
-    let agent = agent.map(Arc::new);
-    let runner = runner(settings, folder, store, servers, sandboxes).await?;
-    Ok(Parts::new(EpisodeRunner { agent, ..runner }, tasks))
+    check_model(settings, folder).await?;
+    let (actor, model) = if let Some(program) = program {
+        (Actor::Program(program), Model::load(settings, folder, store, servers, &[]).await?)
+    } else {
+        let tools = tool_servers::connect(settings, folder).await?;
+        let model = Model::load(settings, folder, store, servers, tools.schemas()).await?;
+        (Actor::Scaffold(tools), model)
+    };
+    let kind = EpisodeKind::Sandboxed(Sandboxed {
+        actor,
+        provider: Arc::new(provider),
+        limits: limits(settings),
+        rules: settings.reward.rules(),
+        logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),
+    });
+    Ok(Parts { episodes: model.runner(settings, kind), tasks })
 }
 
 /// The parts of a run whose episodes are run by external workers.
@@ -429,66 +437,72 @@ async fn external_parts(
     servers: &mut Servers,
 ) -> anyhow::Result<Parts> {
     let tasks = task_source::task_set_of_run(settings, folder)?;
-    let runner = runner(settings, folder, store, servers, Arc::new(NoSandboxes)).await?;
+    check_model(settings, folder).await?;
+    let model = Model::load(settings, folder, store, servers, &[]).await?;
     let lost = store.reader().lost_attempts().await?;
     let journals = TurnJournals::open(&folder.join(TURNS_FOLDER), &lost)?;
     // Last: from now on workers can take episodes.
     let gateway = Gateway::listen(&settings.gateway).await?;
-    let external = Some(gateway.external(journals));
+    let kind = EpisodeKind::External(gateway.external(journals));
     servers.add(|stop| gateway.serve(stop));
-    Ok(Parts::new(EpisodeRunner { external, ..runner }, tasks))
+    Ok(Parts { episodes: model.runner(settings, kind), tasks })
 }
 
-/// Connects the tool servers and the engine, and builds the runner of episodes.
-async fn runner(
-    settings: &Settings,
-    folder: &Utf8Path,
-    store: &Store,
-    servers: &mut Servers,
-    sandboxes: Arc<dyn SandboxProvider>,
-) -> anyhow::Result<EpisodeRunner> {
+/// Checks that the model's files are those that the run began with.
+async fn check_model(settings: &Settings, folder: &Utf8Path) -> anyhow::Result<()> {
     let (of_engine, of_run) = (settings.engine.clone(), folder.to_owned());
-    tokio::task::spawn_blocking(move || model_files::check(&of_engine, &of_run)).await??;
-    let tool_servers = tool_servers::connect(settings, folder).await?;
-    let schemas = tool_servers.schemas();
-    let engine: Arc<dyn Engine> =
-        Arc::new(engine(settings, servers, (&settings.engine.model, folder), schemas).await?);
-    let date = timestamp(store.reader().run().await?.created_us);
-    let options = ChatOptions { date, ..settings.rollout.chat_options(schemas) };
-    let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
-    let has_tools = !schemas.is_empty();
-    if has_tools && !engine.takes_messages() && !chat.shows_tools() {
-        output::say(
-            "warning: the chat template shows no tools, so the policy does not see those of the tool \
-             servers: describe them in rollout.system_prompt",
-        );
-    }
-    Ok(EpisodeRunner {
-        engine,
-        sandboxes,
-        chat: Arc::new(chat),
-        settings: Arc::new(settings.rollout.clone()),
-        agent: None,
-        external: None,
-        tool_servers,
-        container_limits: limits(settings),
-        rules: settings.reward.rules(),
-        logs: Some(GradeLogs { root: folder.to_owned(), model: model_name(settings) }),
-        rows: RowSharing {
+    tokio::task::spawn_blocking(move || model_files::check(&of_engine, &of_run)).await?
+}
+
+/// What samples the policy, and how its conversations are rendered.
+struct Model {
+    engine: Arc<dyn Engine>,
+    chat: ChatModel,
+    rows: RowSharing,
+}
+
+impl Model {
+    /// Connects the engine and loads the chat model. `server_tools` are the JSON schemas of the tools of
+    /// tool servers.
+    async fn load(
+        settings: &Settings,
+        folder: &Utf8Path,
+        store: &Store,
+        servers: &mut Servers,
+        server_tools: &[serde_json::Value],
+    ) -> anyhow::Result<Self> {
+        let model = (settings.engine.model.as_path(), folder);
+        let engine = Arc::new(engine(settings, servers, model, server_tools).await?);
+        let date = timestamp(store.reader().run().await?.created_us);
+        let options = ChatOptions { date, ..settings.rollout.chat_options(server_tools) };
+        let chat = ChatModel::load_for(settings.engine.tokenizer_folder(), options)?;
+        if !server_tools.is_empty() && !engine.takes_messages() && !chat.shows_tools() {
+            output::say(
+                "warning: the chat template shows no tools, so the policy does not see those of the tool \
+                 servers: describe them in rollout.system_prompt",
+            );
+        }
+        let rows = RowSharing {
             cache: settings.routing.open_cache(folder.join("routing").as_std_path())?.map(Arc::new),
             scope: settings.routing.scope,
             mixed: settings.routing.mixed,
-        },
-        prefill_leaders: PrefillLeaders::default(),
-    })
+        };
+        Ok(Self { engine, chat, rows })
+    }
+
+    fn runner(self, settings: &Settings, kind: EpisodeKind) -> EpisodeRunner {
+        EpisodeRunner {
+            engine: self.engine,
+            chat: Arc::new(self.chat),
+            settings: Arc::new(settings.rollout.clone()),
+            rows: self.rows,
+            prefill_leaders: PrefillLeaders::default(),
+            kind,
+        }
+    }
 }
 
 impl Parts {
-    fn new(runner: EpisodeRunner, tasks: TaskSet) -> Self {
-        let (engine, sandboxes) = (runner.engine.clone(), runner.sandboxes.clone());
-        Self { episodes: Arc::new(runner), engine, sandboxes, tasks }
-    }
-
     /// A training run over an open journal.
     pub(crate) fn coordinator(
         self,
@@ -507,10 +521,10 @@ impl Parts {
         Coordinator {
             folder: folder.to_owned(),
             store,
-            episodes: self.episodes,
-            engine: self.engine,
+            engine: self.episodes.engine.clone(),
             trainer: Arc::new(trainer),
-            sandboxes: self.sandboxes,
+            sandboxes: self.episodes.kind.sandboxes().cloned(),
+            episodes: Arc::new(self.episodes),
             tasks: self.tasks,
             plan: plan(settings),
             reporter,
@@ -529,13 +543,13 @@ impl Parts {
         Ok(Evaluation {
             folder: folder.to_owned(),
             store,
-            episodes: self.episodes,
-            engine: self.engine,
+            engine: self.episodes.engine.clone(),
             checkpoint: match settings.engine.served_model {
                 Some(_) => policy.to_owned(),
                 None => paths::absolute(policy)?,
             },
-            sandboxes: self.sandboxes,
+            sandboxes: self.episodes.kind.sandboxes().cloned(),
+            episodes: Arc::new(self.episodes),
             tasks: self.tasks,
             plan: EvaluationPlan {
                 run: settings.run.clone(),

@@ -34,6 +34,12 @@ pub enum RunEnd {
     Stopped(RunReport),
 }
 
+/// Names of the containers that could not be removed.
+pub(crate) fn quarantined(sandboxes: Option<&dyn SandboxProvider>) -> Vec<String> {
+    let quarantined = sandboxes.into_iter().flat_map(SandboxProvider::quarantined);
+    quarantined.map(|container| container.to_string()).collect()
+}
+
 /// Shared by every task of a run or an evaluation.
 pub(crate) struct Context {
     pub(crate) run: RunId,
@@ -114,11 +120,11 @@ impl Context {
         self.report(&Event::Warning { message });
     }
 
-    /// Runs `work` until it ends or a stop request ends it, then removes the sandboxes. Returns
-    /// whether `work` ran to its end.
+    /// Runs `work` until it ends or a stop request ends it, then removes the sandboxes, if there are
+    /// any. Returns whether `work` ran to its end.
     pub(crate) async fn drive(
         &self,
-        sandboxes: &dyn SandboxProvider,
+        sandboxes: Option<&dyn SandboxProvider>,
         work: impl Future<Output = Result<(), RunError>>,
     ) -> Result<bool, RunError> {
         let draining = || self.report(&Event::Draining);
@@ -132,13 +138,8 @@ impl Context {
             }
             driven = work => driven,
         };
-        let left = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
-            Ok(Ok(())) => None,
-            Ok(Err(error)) => Some(error.to_string()),
-            Err(_) => Some(format!("no answer within {SANDBOX_SHUTDOWN:?}")),
-        };
-        if let Some(why) = left {
-            self.warn(format!("some containers may be left for the next start: {why}"));
+        if let Some(sandboxes) = sandboxes {
+            self.shut_down(sandboxes).await;
         }
         match driven {
             Ok(()) => Ok(true),
@@ -147,8 +148,21 @@ impl Context {
         }
     }
 
-    /// Removes the containers of earlier starts.
-    pub(crate) async fn sweep(&self, sandboxes: &dyn SandboxProvider) -> Result<(), RunError> {
+    async fn shut_down(&self, sandboxes: &dyn SandboxProvider) {
+        let why = match tokio::time::timeout(SANDBOX_SHUTDOWN, sandboxes.shutdown()).await {
+            Ok(Ok(())) => return,
+            Ok(Err(error)) => error.to_string(),
+            Err(_) => format!("no answer within {SANDBOX_SHUTDOWN:?}"),
+        };
+        self.warn(format!("some containers may be left for the next start: {why}"));
+    }
+
+    /// Removes the containers of earlier starts, if there are sandboxes.
+    pub(crate) async fn sweep(
+        &self,
+        sandboxes: Option<&dyn SandboxProvider>,
+    ) -> Result<(), RunError> {
+        let Some(sandboxes) = sandboxes else { return Ok(()) };
         let swept = sandboxes.sweep(self.run, self.store.epoch()).await?;
         for (name, why) in &swept.kept {
             tracing::debug!(name, why, "container left alone");

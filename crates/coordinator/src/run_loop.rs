@@ -40,7 +40,7 @@
 //!   weight_sync                                   (at the start)
 //! ```
 
-use crate::context::{Context, RunEnd};
+use crate::context::{Context, RunEnd, quarantined};
 use crate::error::RunError;
 use crate::evaluation::Evaluator;
 use crate::events::{Event, Reporter, StageBefore};
@@ -61,7 +61,7 @@ use orchestrate_engine::Engine;
 use orchestrate_metrics::Detector;
 use orchestrate_report::metrics_lines;
 use orchestrate_rollout::Episodes;
-use orchestrate_sandbox::SandboxProvider;
+use orchestrate_sandbox::{HostUsage, SandboxProvider};
 use orchestrate_store::{GroupState, StepRow, StepState, Store, StoreError};
 use orchestrate_tasks::Task;
 use orchestrate_types::{GroupId, PolicyVersion};
@@ -86,8 +86,9 @@ pub struct Coordinator {
     pub engine: Arc<dyn Engine>,
     /// Trains on batches and writes new weights.
     pub trainer: Arc<dyn TrainerSink>,
-    /// Swept at the start, shut down at the end.
-    pub sandboxes: Arc<dyn SandboxProvider>,
+    /// The sandboxes of the episodes, swept at the start and shut down at the end; `None` if they need
+    /// none.
+    pub sandboxes: Option<Arc<dyn SandboxProvider>>,
     /// The tasks to train and evaluate on.
     pub tasks: TaskSet,
     /// The checked settings.
@@ -109,7 +110,6 @@ impl Coordinator {
     /// # Errors
     /// [`RunError`] says what must be fixed. Everything that finished before is kept.
     pub async fn run(self, stop: Stop) -> Result<RunEnd, RunError> {
-        let sandboxes = self.sandboxes.clone();
         let plan = self.plan.evaluation();
         let context = Context::new(self.store, self.episodes, plan, self.reporter, stop).await?;
         let run_loop = RunLoop {
@@ -125,10 +125,10 @@ impl Coordinator {
             context: Arc::new(context),
         };
         let work = Box::pin(run_loop.drive());
-        let finished = run_loop.context.drive(sandboxes.as_ref(), work).await?;
+        let sandboxes = run_loop.sandboxes.as_deref();
+        let finished = run_loop.context.drive(sandboxes, work).await?;
         let mut report = run_loop.folder.write_report(run_loop.store().reader()).await?;
-        let quarantined = sandboxes.quarantined();
-        report.quarantined = quarantined.iter().map(ToString::to_string).collect();
+        report.quarantined = quarantined(sandboxes);
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
     }
 }
@@ -139,7 +139,7 @@ pub(crate) struct RunLoop {
     pub(crate) folder: RunFolder,
     pub(crate) engine: Arc<dyn Engine>,
     pub(crate) trainer: Arc<dyn TrainerSink>,
-    pub(crate) sandboxes: Arc<dyn SandboxProvider>,
+    pub(crate) sandboxes: Option<Arc<dyn SandboxProvider>>,
     pub(crate) tasks: TaskSet,
     pub(crate) plan: Plan,
     pub(crate) detector: Mutex<Detector>,
@@ -157,11 +157,16 @@ impl RunLoop {
         &self.plan
     }
 
+    /// Current use of the sandboxes' hosts.
+    pub(crate) fn hosts(&self) -> Vec<HostUsage> {
+        self.sandboxes.iter().flat_map(|sandboxes| sandboxes.hosts()).collect()
+    }
+
     fn evaluator(&self) -> Evaluator<'_> {
         Evaluator {
             context: &self.context,
             folder: &self.folder,
-            sandboxes: self.sandboxes.as_ref(),
+            sandboxes: self.sandboxes.as_deref(),
             tasks: &self.tasks,
         }
     }
@@ -189,7 +194,7 @@ impl RunLoop {
         if self.tasks.train.is_empty() && self.plan().run.steps > 0 {
             return Err(RunError::NoTasks { part: "training" });
         }
-        self.context.sweep(self.sandboxes.as_ref()).await?;
+        self.context.sweep(self.sandboxes.as_deref()).await?;
         let mut version = self.agree_with_trainer().await?;
         if let Some(step) = self.step_in_training().await? {
             // Its weights must be served before anything is sampled.
@@ -339,10 +344,11 @@ impl RunLoop {
 
     /// Announces to the sandboxes which images the next groups need.
     fn expect_images_after(&self, seq: u32) -> Result<(), RunError> {
+        let Some(sandboxes) = &self.sandboxes else { return Ok(()) };
         let groups = (seq..seq.saturating_add(GROUPS_AHEAD)).map(|seq| GroupId::Train { seq });
         let images: Result<Vec<String>, RunError> =
             groups.map(|id| Ok(self.train_task(id)?.image.clone())).collect();
-        self.sandboxes.expect_images(&images?);
+        sandboxes.expect_images(&images?);
         Ok(())
     }
 

@@ -107,7 +107,7 @@ impl RunLoop {
         if attempts.is_empty() {
             let reason = format!("no gradient in {}", counted(groups.len(), "group"));
             let times = StepTimes { lag: self.lag.take(), ..*times };
-            let line = step_line(reader, row, None, &times, &self.sandboxes.hosts()).await?;
+            let line = step_line(reader, row, None, &times, &self.hosts()).await?;
             self.store().skip_step(step, &reason, &stored_line(&line)?).await?;
             self.context.report(&Event::StepSkipped { step, reason });
             return self.step_closed(line).await;
@@ -213,7 +213,7 @@ impl RunLoop {
         info.checkpoint = result.checkpoint.clone();
         self.serve(&info, result.policy_version).await?;
         let times = StepTimes { sync: begun.elapsed(), lag: self.lag.take(), ..*times };
-        let (reader, hosts) = (self.store().reader(), self.sandboxes.hosts());
+        let (reader, hosts) = (self.store().reader(), self.hosts());
         let line = step_line(reader, row, Some(&result), &times, &hosts).await?;
         self.store().finish_step(row.step, &stored_line(&line)?).await?;
         self.step_closed(line).await

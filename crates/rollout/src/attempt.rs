@@ -1,37 +1,21 @@
-//! State of one attempt of a built-in scaffold, and the two steps that it repeats: sample a turn, act
-//! on it.
+//! One attempt of an episode of any kind: what its actor and its grader leave behind.
 
-mod act;
-
-use crate::api::{EpisodeReport, EpisodeRequest, Timings, TurnLog};
+use crate::api::{EpisodeReport, Timings};
 use crate::conversation::FinishedConversation;
-use crate::editor::Editor;
 use crate::failure::failed;
-use crate::machine::EpisodeEvent;
-use crate::runner::EpisodeRunner;
-use crate::sequence::{
-    EpisodeContext, FinishedSequence, GenerationId, NoReply, Sequence, TurnPart,
-};
-use crate::tool_server::ToolSessions;
+use crate::sequence::EpisodeContext;
 use orchestrate_tasks::Verdict;
-use orchestrate_types::{Outcome, Stage};
+use orchestrate_types::{Limit, Outcome, Stage};
 use std::collections::BTreeMap;
-use std::time::Duration;
-use tokio::time::Instant;
-use tokio_util::sync::CancellationToken;
-use tracing::{Instrument, Span};
+use tracing::Span;
 
 /// A running attempt.
 #[derive(Debug)]
 pub(crate) struct Attempt {
     pub(crate) context: EpisodeContext,
-    pub(crate) sequence: Sequence,
-    /// The conversation of an agent with its own loop, which then has all tokens and turns.
-    pub(crate) finished: Option<FinishedConversation>,
-    turns: Vec<TurnLog>,
-    editor: Editor,
-    pub(crate) servers: ToolSessions,
-    /// Of the turn that was sampled last; none before the first.
+    /// All tokens and turns; empty until the actor has ended.
+    pub(crate) finished: FinishedConversation,
+    /// Of the turn that a scaffold sampled last; the attempt's own before that, and for other actors.
     pub(crate) turn_span: Span,
     pub(crate) patch: String,
     pub(crate) verdict: Option<Verdict>,
@@ -39,21 +23,35 @@ pub(crate) struct Attempt {
     pub(crate) timings: Timings,
 }
 
+/// The reward of an episode.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct Rewarded {
+    /// The reward, which must be from 0 to 1.
+    pub(crate) reward: f64,
+    /// The limit that ended the episode; `None` if the policy ended it.
+    pub(crate) truncated_by: Option<Limit>,
+}
+
+impl Rewarded {
+    pub(crate) fn outcome(self) -> Outcome {
+        let Self { reward, truncated_by } = self;
+        // Such a reward would be trained on as if it meant something.
+        if !(0.0..=1.0).contains(&reward) {
+            let error = format!("the reward is {reward}, which is not from 0 to 1");
+            return failed(Stage::Grade, error);
+        }
+        match truncated_by {
+            None => Outcome::Scored { reward },
+            Some(limit) => Outcome::Truncated { limit, reward },
+        }
+    }
+}
+
 impl Attempt {
-    pub(crate) fn new(
-        runner: &EpisodeRunner,
-        request: EpisodeRequest,
-        stop: &CancellationToken,
-    ) -> Self {
-        let context = runner.context(request, stop);
-        let sequence = Sequence::new(&context, 0);
+    pub(crate) fn new(context: EpisodeContext) -> Self {
         Self {
             context,
-            sequence,
-            finished: None,
-            turns: Vec::new(),
-            editor: Editor::default(),
-            servers: ToolSessions::default(),
+            finished: FinishedConversation::default(),
             turn_span: Span::current(),
             patch: String::new(),
             verdict: None,
@@ -62,91 +60,8 @@ impl Attempt {
         }
     }
 
-    /// Samples one turn, or continues one that was aborted.
-    pub(crate) async fn generate(
-        &mut self,
-        turn: u32,
-        resumed: bool,
-        max_new_tokens: usize,
-    ) -> EpisodeEvent {
-        if !resumed {
-            self.turn_span = tracing::info_span!("turn", turn);
-        }
-        let span = tracing::info_span!(
-            parent: &self.turn_span,
-            "generate",
-            policy_version = self.sequence.version().0,
-            engine = tracing::field::Empty,
-        );
-        self.sample(turn, resumed, max_new_tokens).instrument(span).await
-    }
-
-    async fn sample(&mut self, turn: u32, resumed: bool, max_new_tokens: usize) -> EpisodeEvent {
-        let id = GenerationId { turn, number: turn, repetition: 0 };
-        let part = TurnPart { max_new_tokens, resumed };
-        let fork = self.sequence.buffer.fork();
-        let started = Instant::now();
-        let sampled = self.sequence.sample(&self.context, id, part).await;
-        let elapsed = started.elapsed();
-        self.timings.generate_s += elapsed.as_secs_f64();
-        let sampled = match sampled {
-            Ok(sampled) => sampled,
-            Err(NoReply::Stopped) => return EpisodeEvent::StopRequested,
-            Err(NoReply::TimeUp) => return EpisodeEvent::TimeUp,
-            Err(NoReply::ContextFull(error)) => return EpisodeEvent::ContextFull { error },
-            Err(NoReply::Failed(error)) => return failed(Stage::Generate, error),
-        };
-        if sampled.tokens > 0 {
-            if let Some(last) = self.turns.last_mut() {
-                last.fork = fork.or(last.fork);
-            }
-            let (chat, buffer) = (&self.context.chat, &self.sequence.buffer);
-            match sampled.message_text.map_or_else(|| chat.decode(buffer.last_turn()), Ok) {
-                Ok(text) => self.log_turn(text, elapsed, sampled.resumed),
-                Err(error) => return failed(Stage::Generate, error),
-            }
-        }
-        EpisodeEvent::Generated {
-            finish: sampled.finish,
-            sampled: sampled.tokens,
-            total_tokens: self.sequence.buffer.prompt_len(),
-        }
-    }
-
-    fn log_turn(&mut self, text: String, elapsed: Duration, resumed: bool) {
-        let generate_ms = millis(elapsed);
-        match self.turns.last_mut() {
-            Some(turn) if resumed => {
-                turn.text = text;
-                turn.generate_ms += generate_ms;
-            }
-            Some(_) | None => self.turns.push(TurnLog {
-                text,
-                actions: Vec::new(),
-                unread: None,
-                observation: String::new(),
-                generate_ms,
-                exec_ms: 0,
-                fork: None,
-                overridden: Vec::new(),
-            }),
-        }
-    }
-
     /// The report of the attempt.
     pub(crate) fn report(self, outcome: Outcome) -> EpisodeReport {
-        let finished = self.finished.unwrap_or_else(|| {
-            let FinishedSequence { branch, routing_problem, rows, counters } =
-                self.sequence.finish();
-            FinishedConversation {
-                branches: branch.into_iter().collect(),
-                routing_problem,
-                rows,
-                counters,
-                turns: self.turns,
-                ..FinishedConversation::default()
-            }
-        });
         let FinishedConversation {
             branches,
             routing_problem,
@@ -156,7 +71,7 @@ impl Attempt {
             forks,
             recognised,
             ..
-        } = finished;
+        } = self.finished;
         EpisodeReport {
             attempt: self.context.request.attempt,
             outcome,
@@ -181,6 +96,26 @@ impl Attempt {
     }
 }
 
-fn millis(time: Duration) -> u64 {
-    u64::try_from(time.as_millis()).unwrap_or(u64::MAX)
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_reward_is_scored_or_truncated_and_one_out_of_range_breaks_the_episode() {
+        for truncated_by in [None, Some(Limit::Turns)] {
+            for reward in [0.0, 0.5, 1.0] {
+                let expected = match truncated_by {
+                    None => Outcome::Scored { reward },
+                    Some(limit) => Outcome::Truncated { limit, reward },
+                };
+                assert_eq!(Rewarded { reward, truncated_by }.outcome(), expected);
+            }
+            for reward in [37.0, -1.0, 1.000_000_1, f64::NAN, f64::INFINITY] {
+                let outcome = Rewarded { reward, truncated_by }.outcome();
+                let Outcome::Broken { stage, error } = outcome else { panic!("{reward}") };
+                assert_eq!(stage, Stage::Grade);
+                assert!(error.contains("not from 0 to 1"), "{error}");
+            }
+        }
+    }
 }

@@ -1,16 +1,32 @@
-//! What a failure means for an episode: the policy's result, or a broken attempt.
+//! What a failure means for an episode: the policy's result with reward 0, or a broken attempt.
 //!
 //! The invariant: whose doing an error is follows from its kind and the stage alone, never from its
 //! message, and the tables are those of `docs/src/outcomes.md`.
 
 use crate::grading::GradeError;
-use crate::machine::EpisodeEvent;
 use orchestrate_sandbox::{SandboxError, SandboxErrorKind};
-use orchestrate_types::{Attribution, Stage};
+use orchestrate_types::{AbortCause, Attribution, Limit, Outcome, Stage};
 
-/// The event for a failure of the infrastructure, at `stage`.
-pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> EpisodeEvent {
-    EpisodeEvent::Failed { stage, error: error.to_string() }
+/// The outcome of a failure of the infrastructure, at `stage`.
+pub(crate) fn failed(stage: Stage, error: impl std::fmt::Display) -> Outcome {
+    Outcome::Broken { stage, error: error.to_string() }
+}
+
+/// The outcome of an episode that a stop request ends.
+pub(crate) fn stopped() -> Outcome {
+    Outcome::Aborted { by: AbortCause::Shutdown }
+}
+
+/// The outcome of an episode whose change is too large for a grader, whatever limit ended it.
+pub(crate) fn change_too_large() -> Outcome {
+    Outcome::Truncated { limit: Limit::ChangeSize, reward: 0.0 }
+}
+
+/// The outcome of an episode in which the policy's commands, or the tests of its change, made a sandbox
+/// unusable, so that nothing is graded.
+fn damaged(what: &str) -> Outcome {
+    tracing::warn!(what, "the policy's commands damaged a sandbox");
+    Outcome::Truncated { limit: Limit::SandboxDamage, reward: 0.0 }
 }
 
 /// Who caused an error of a sandbox, at a stage after the policy got control of it.
@@ -28,15 +44,15 @@ fn sandbox_attribution(kind: &SandboxErrorKind, stage: Stage) -> Attribution {
     }
 }
 
-/// The event for an error of a sandbox, at a stage after the policy got control of it.
-pub(crate) fn sandbox_failed(stage: Stage, error: SandboxError) -> EpisodeEvent {
+/// The outcome of an error of a sandbox, at a stage after the policy got control of it.
+pub(crate) fn sandbox_failed(stage: Stage, error: SandboxError) -> Outcome {
     match sandbox_attribution(&error.kind, stage) {
         Attribution::Policy => match (&error.kind, stage) {
             (SandboxErrorKind::TooLarge { .. }, Stage::Collect | Stage::Grade) => {
                 tracing::warn!(%error, "the agent's change is too large to grade");
-                EpisodeEvent::ChangeTooLarge
+                change_too_large()
             }
-            _ => EpisodeEvent::SandboxDamaged { what: error.to_string() },
+            _ => damaged(&error.to_string()),
         },
         Attribution::Environment | Attribution::Infrastructure => failed(stage, error),
     }
@@ -55,15 +71,15 @@ fn grading_attribution(error: &GradeError, stage: Stage) -> Attribution {
     }
 }
 
-/// The event for a change that was not graded; `stage` as for [`grading_attribution`].
-pub(crate) fn grading_failed(stage: Stage, error: GradeError) -> EpisodeEvent {
+/// The outcome of a change that was not graded; `stage` as for [`grading_attribution`].
+pub(crate) fn grading_failed(stage: Stage, error: GradeError) -> Outcome {
     match (grading_attribution(&error, stage), error) {
         (_, GradeError::Sandbox(error)) => sandbox_failed(stage, error),
         (Attribution::Policy, error @ GradeError::TooLarge { .. }) => {
             tracing::warn!(%error, "the agent's change is too large to grade");
-            EpisodeEvent::ChangeTooLarge
+            change_too_large()
         }
-        (Attribution::Policy, error) => EpisodeEvent::SandboxDamaged { what: error.to_string() },
+        (Attribution::Policy, error) => damaged(&error.to_string()),
         (Attribution::Environment | Attribution::Infrastructure, error) => {
             failed(Stage::Grade, error)
         }
@@ -138,10 +154,15 @@ mod tests {
         text.split([' ', '(', '{']).next().unwrap_or_default().to_owned()
     }
 
-    /// Checks that an event gives the outcome that the attribution stands for.
-    fn check(event: &EpisodeEvent, whose: Attribution, name: &str) {
-        let is_broken = matches!(event, EpisodeEvent::Failed { .. });
-        assert_eq!(is_broken, whose != Attribution::Policy, "{name}: {event:?}");
+    /// Checks that an outcome is the one that the attribution stands for.
+    fn check(outcome: &Outcome, whose: Attribution, name: &str) {
+        let is_result = matches!(
+            outcome,
+            Outcome::Truncated { limit: Limit::ChangeSize | Limit::SandboxDamage, reward: 0.0 }
+        );
+        assert_eq!(is_result, whose == Attribution::Policy, "{name}: {outcome:?}");
+        let is_broken = matches!(outcome, Outcome::Broken { .. });
+        assert_eq!(is_broken, !is_result, "{name}: {outcome:?}");
     }
 
     #[test]

@@ -1,9 +1,10 @@
 //! One episode: opening prompt, turns of sampling and acting, grading, outcome.
 //!
-//! [`EpisodeRunner`] is the entry point. It performs the commands of the pure state machine
-//! [`EpisodeMachine`]: the engine samples a turn, a [`Scaffold`] parses its calls, the sandbox
+//! [`EpisodeRunner`] is the entry point. An episode of a built-in [`Scaffold`] performs the commands of a
+//! pure state machine: the engine samples a turn, the scaffold parses its calls, the sandbox
 //! performs them, and a [`ChatModel`] turns the observations into the next tokens of the
-//! [`TokenBuffer`]. At the end the agent's change is graded in a fresh sandbox.
+//! [`TokenBuffer`]. At the end the agent's change is graded in a fresh sandbox. An agent program replaces
+//! the turns, and external workers the sandboxes as well ([`EpisodeKind`]).
 //!
 //! The invariant: token in, token out. What the policy sampled is never rendered or tokenized
 //! again; only the environment's new text is.
@@ -39,6 +40,7 @@ mod repository;
 mod reward;
 mod rows;
 mod runner;
+mod sandboxed;
 mod sandboxes;
 mod scaffold;
 mod sequence;
@@ -49,6 +51,7 @@ mod tool_server;
 mod toolbox;
 mod tree;
 mod turn_journal;
+mod turns;
 mod vocabulary;
 
 pub use agent::{AGENT_FOLDER, AgentPreset, AgentSection, AgentSettings, ExternalWorkers};
@@ -67,16 +70,15 @@ pub use grading::{
     record_verdict, remove_verdict, replace_file, write_log_folder,
 };
 pub use harbor::{HarborActor, check_harbor};
-pub use machine::{
-    EpisodeCommand, EpisodeEvent, EpisodeLimits, EpisodeMachine, EpisodePhase, IllegalTransition,
-};
+pub use machine::EpisodeLimits;
 #[cfg(any(test, fuzzing))]
 pub use planted::{Reading, check_reply, check_turn};
 pub use prefill::PrefillLeaders;
 pub use prefix::History;
 pub use reward::{RewardCompat, RewardSection, RewardSettings};
 pub use rows::RowSharing;
-pub use runner::EpisodeRunner;
+pub use runner::{EpisodeKind, EpisodeRunner};
+pub use sandboxed::{Actor, Sandboxed};
 pub use scaffold::{Call, Change, EditorCommand, Mistake, Prompts, Scaffold, WrittenTurn};
 pub use template::ChatTemplate;
 pub use tool_format::ToolFormat;

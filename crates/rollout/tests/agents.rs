@@ -8,8 +8,8 @@ mod common;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    AGENT_FOLDER, Action, AgentPreset, AgentSection, ChatModel, EpisodeReport, EpisodeRunner,
-    Episodes, GradingRules, RolloutSection, Scaffold, grade_by_summary,
+    AGENT_FOLDER, Action, Actor, AgentPreset, AgentSection, ChatModel, EpisodeKind, EpisodeReport,
+    Episodes, GradingRules, RolloutSection, Sandboxed, Scaffold, grade_by_summary,
 };
 use orchestrate_sandbox::{
     DockerProvider, ImageHooks, ImageLayer, SandboxProvider as _, SandboxSection,
@@ -197,15 +197,14 @@ async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usi
         count.fetch_add(ids.len(), Ordering::Relaxed);
         FakeReply::Tokens { ids, finish: Finish::Stop }
     }));
-    let runner = common::runner(
-        Arc::clone(&engine) as _,
-        Arc::clone(&sandboxes) as _,
-        (chat, plan),
-        GradingRules::new(grade_by_summary),
-    );
-    let agent = Some(Arc::new(case.agent.check().unwrap()));
-    let container_limits = sandboxes.config().limits();
-    let runner = EpisodeRunner { agent, container_limits, ..runner };
+    let kind = EpisodeKind::Sandboxed(Sandboxed {
+        actor: Actor::Program(Arc::new(case.agent.check().unwrap())),
+        provider: Arc::clone(&sandboxes) as _,
+        limits: sandboxes.config().limits(),
+        rules: GradingRules::new(grade_by_summary),
+        logs: None,
+    });
+    let runner = common::runner_of(Arc::clone(&engine) as _, (chat, plan), kind);
     let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
     sandboxes.shutdown().await.unwrap();
     (report, sampled.load(Ordering::Relaxed))

@@ -4,8 +4,9 @@ use camino::Utf8Path;
 use orchestrate_e2e::root;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, PrefillLeaders,
-    RewardSettings, RolloutSection, RowSharing, grade_patch,
+    Action, Actor, ChatModel, EpisodeKind, EpisodeReport, EpisodeRequest, EpisodeRunner,
+    Episodes as _, PrefillLeaders, RewardSettings, RolloutSection, RowSharing, Sandboxed,
+    grade_patch,
 };
 use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxLimits, SandboxProvider as _, SandboxSection,
@@ -104,17 +105,17 @@ impl World {
         };
         let runner = EpisodeRunner {
             engine: Arc::new(engine),
-            sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
             settings: Arc::new(config.check().unwrap()),
-            container_limits: LIMITS,
-            rules: RewardSettings::default().rules(),
-            agent: None,
-            external: None,
-            logs: None,
             rows: RowSharing::default(),
-            tool_servers: Arc::default(),
             prefill_leaders: PrefillLeaders::default(),
+            kind: EpisodeKind::Sandboxed(Sandboxed {
+                actor: Actor::Scaffold(Arc::default()),
+                provider: Arc::clone(&self.provider) as _,
+                limits: LIMITS,
+                rules: RewardSettings::default().rules(),
+                logs: None,
+            }),
         };
         let request = EpisodeRequest {
             run: self.run,

@@ -4,8 +4,9 @@ use camino::Utf8Path;
 use orchestrate_e2e::root;
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes as _, GradingRules,
-    PrefillLeaders, RolloutSection, RowSharing, grade_by_summary,
+    Action, Actor, ChatModel, EpisodeKind, EpisodeReport, EpisodeRequest, EpisodeRunner,
+    Episodes as _, GradingRules, PrefillLeaders, RolloutSection, RowSharing, Sandboxed,
+    grade_by_summary,
 };
 use orchestrate_sandbox::{DockerProvider, SandboxLimits, SandboxSection};
 use orchestrate_tasks::{Task, micro};
@@ -80,22 +81,22 @@ impl World {
         });
         let runner = EpisodeRunner {
             engine: Arc::new(engine),
-            sandboxes: Arc::clone(&self.provider) as _,
             chat: Arc::clone(&self.chat),
             settings: Arc::new(config.check().unwrap()),
-            container_limits: SandboxLimits {
-                memory: ByteSize::mib(256),
-                cpu_millis: 1000,
-                pids: 64,
-                tmpfs: ByteSize::mib(48),
-            },
-            rules: GradingRules::new(grade_by_summary),
-            agent: None,
-            external: None,
-            logs: None,
             rows: RowSharing::default(),
-            tool_servers: Arc::default(),
             prefill_leaders: PrefillLeaders::default(),
+            kind: EpisodeKind::Sandboxed(Sandboxed {
+                actor: Actor::Scaffold(Arc::default()),
+                provider: Arc::clone(&self.provider) as _,
+                limits: SandboxLimits {
+                    memory: ByteSize::mib(256),
+                    cpu_millis: 1000,
+                    pids: 64,
+                    tmpfs: ByteSize::mib(48),
+                },
+                rules: GradingRules::new(grade_by_summary),
+                logs: None,
+            }),
         };
         let group = GroupId::Eval { round: 0, index: number };
         let request = EpisodeRequest {

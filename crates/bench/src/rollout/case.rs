@@ -14,8 +14,8 @@ use camino::Utf8Path;
 use orchestrate_cli::output;
 use orchestrate_engine::{Engine, Fleet, FleetOptions, FleetWorker, SglangClient, SglangOptions};
 use orchestrate_rollout::{
-    AgentSection, EpisodeRequest, EpisodeRunner, Episodes, GradingRules, PrefillLeaders,
-    RowSharing, Scaffold,
+    Actor, AgentSection, EpisodeKind, EpisodeRequest, EpisodeRunner, Episodes, GradingRules,
+    PrefillLeaders, RowSharing, Sandboxed, Scaffold,
 };
 use orchestrate_routing::{CacheOptions, MixedRows, PrefixCache, SharingScope};
 use orchestrate_sandbox::SandboxLimits;
@@ -290,32 +290,36 @@ fn runner(
     engine: Arc<dyn Engine>,
     agents: Option<mpsc::Sender<AgentJob>>,
 ) -> anyhow::Result<EpisodeRunner> {
-    let scaffold = if kind.agents.is_some() { Scaffold::Command } else { Scaffold::Tools };
-    let agent = AgentSection { command: Some("work".to_owned()), ..AgentSection::default() };
-    let agent = agent.check().map_err(|problems| anyhow::anyhow!("{problems:?}"))?;
+    let (scaffold, actor) = if kind.agents.is_some() {
+        let agent = AgentSection { command: Some("work".to_owned()), ..AgentSection::default() };
+        let agent = agent.check().map_err(|problems| anyhow::anyhow!("{problems:?}"))?;
+        (Scaffold::Command, Actor::Program(Arc::new(agent)))
+    } else {
+        (Scaffold::Tools, Actor::Scaffold(Arc::default()))
+    };
     let cache = PrefixCache::open(CacheOptions { bytes: ByteSize::mib(512).0, spill: None })?;
     Ok(EpisodeRunner {
         engine,
-        sandboxes: Arc::new(SyntheticSandboxes { output: world.observation.to_owned(), agents }),
         chat: Arc::clone(&world.chat),
         settings: Arc::new(World::rollout_plan(kind.turns, scaffold)?),
-        container_limits: SandboxLimits {
-            memory: ByteSize::mib(1),
-            cpu_millis: 1,
-            pids: 1,
-            tmpfs: ByteSize::mib(1),
-        },
-        rules: GradingRules::new(grade),
-        agent: kind.agents.map(|_| Arc::new(agent)),
-        external: None,
-        logs: None,
         rows: RowSharing {
             cache: Some(Arc::new(cache)),
             scope: SharingScope::Worker,
             mixed: MixedRows::Mask,
         },
-        tool_servers: Arc::default(),
         prefill_leaders: PrefillLeaders::default(),
+        kind: EpisodeKind::Sandboxed(Sandboxed {
+            actor,
+            provider: Arc::new(SyntheticSandboxes { output: world.observation.to_owned(), agents }),
+            limits: SandboxLimits {
+                memory: ByteSize::mib(1),
+                cpu_millis: 1,
+                pids: 1,
+                tmpfs: ByteSize::mib(1),
+            },
+            rules: GradingRules::new(grade),
+            logs: None,
+        }),
     })
 }
 

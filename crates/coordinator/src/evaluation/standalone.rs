@@ -1,7 +1,7 @@
 //! An evaluation without training: `orchestrate eval`.
 
 use super::Evaluator;
-use crate::context::{Context, RunEnd};
+use crate::context::{Context, RunEnd, quarantined};
 use crate::error::RunError;
 use crate::events::{Event, Reporter};
 use crate::files::RunFolder;
@@ -34,8 +34,9 @@ pub struct Evaluation {
     pub engine: Arc<dyn Engine>,
     /// The weights to evaluate: a folder, or a model's name if the server has its own weights.
     pub checkpoint: Utf8PathBuf,
-    /// Swept at the start, shut down at the end.
-    pub sandboxes: Arc<dyn SandboxProvider>,
+    /// The sandboxes of the episodes, swept at the start and shut down at the end; `None` if they need
+    /// none.
+    pub sandboxes: Option<Arc<dyn SandboxProvider>>,
     /// The held-out tasks; tasks for training are not used.
     pub tasks: TaskSet,
     /// The checked settings.
@@ -60,6 +61,7 @@ impl Evaluation {
         let Self { store, episodes, plan, reporter, sandboxes, .. } = self;
         let context = Arc::new(Context::new(store, episodes, plan, reporter, stop).await?);
         let folder = RunFolder::new(self.folder);
+        let sandboxes = sandboxes.as_deref();
         let work = async {
             let reader = context.store.reader();
             if run_kind(reader, &self.checkpoint).await? == Some(RunKind::Training) {
@@ -68,23 +70,19 @@ impl Evaluation {
             let epoch = context.store.epoch();
             context.report(&Event::EvaluationStarted { run: context.run, epoch });
             folder.write_metrics(&reader.metrics().await?)?;
-            let evaluator = Evaluator {
-                context: &context,
-                folder: &folder,
-                sandboxes: sandboxes.as_ref(),
-                tasks: &self.tasks,
-            };
+            let evaluator =
+                Evaluator { context: &context, folder: &folder, sandboxes, tasks: &self.tasks };
             if evaluator.is_done(ROUND).await? {
                 return Ok(());
             }
-            context.sweep(sandboxes.as_ref()).await?;
+            context.sweep(sandboxes).await?;
             context.serve(self.engine.as_ref(), VERSION, 0, &self.checkpoint).await?;
             evaluator.evaluate(ROUND, VERSION).await
         };
-        let finished = context.drive(sandboxes.as_ref(), Box::pin(work)).await?;
+        let finished = context.drive(sandboxes, Box::pin(work)).await?;
         let reader = context.store.reader();
         let mut report = folder.write_report(reader).await?;
-        report.quarantined = sandboxes.quarantined().iter().map(ToString::to_string).collect();
+        report.quarantined = quarantined(sandboxes);
         Ok(if finished { RunEnd::Finished(report) } else { RunEnd::Stopped(report) })
     }
 }

@@ -206,7 +206,7 @@ impl World {
             episodes: self.episodes.clone(),
             engine: self.engine.clone(),
             trainer: self.trainer.clone(),
-            sandboxes: self.sandboxes.clone(),
+            sandboxes: Some(self.sandboxes.clone()),
             tasks: self.tasks.clone(),
             plan: self.plan.clone(),
             reporter: self.reporter(),
@@ -221,7 +221,7 @@ impl World {
             episodes: self.episodes.clone(),
             engine: self.engine.clone(),
             checkpoint: "/toy/start".into(),
-            sandboxes: self.sandboxes.clone(),
+            sandboxes: Some(self.sandboxes.clone()),
             tasks: self.tasks.clone(),
             plan: EvaluationPlan {
                 run: self.plan.run.clone(),

@@ -13,10 +13,10 @@
 use super::config::ExternalWorkers;
 use super::sampler::{ConversationSampler, MODEL, PLACES};
 use crate::api::EpisodeRequest;
-use crate::attempt::Attempt;
+use crate::attempt::{Attempt, Rewarded};
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
-use crate::failure::failed;
-use crate::machine::{EpisodeEvent, EpisodeLimits};
+use crate::failure::{failed, stopped};
+use crate::machine::EpisodeLimits;
 use crate::offload;
 use crate::sequence::EpisodeContext;
 use crate::turn_journal::{ResumedJournal, TakenRecord, TurnJournalError};
@@ -24,7 +24,7 @@ use orchestrate_gateway::{
     FailureKind, LeaseRecord, Offer, OfferEnd, OfferedAttempt, Offers, RestoredLease, Sampler,
 };
 use orchestrate_tasks::{Origin, Task};
-use orchestrate_types::{Limit, Stage};
+use orchestrate_types::{Limit, Outcome, Stage};
 use serde_json::{Map, Value, json};
 use std::sync::{Arc, Mutex};
 use tokio::sync::{Semaphore, oneshot};
@@ -32,22 +32,21 @@ use tokio::time::Instant;
 
 impl Attempt {
     /// Offers the episode, and waits until a worker has returned it.
+    ///
+    /// # Errors
+    /// The outcome of an episode without a reward.
     #[tracing::instrument(name = "external", skip_all)]
     pub(crate) async fn run_external(
         &mut self,
         external: &ExternalWorkers,
         limits: EpisodeLimits,
-    ) -> EpisodeEvent {
+    ) -> Result<Rewarded, Outcome> {
         let mut unfinished = external.journals.take_unfinished(self.context.request.attempt);
         loop {
             let offered = Instant::now();
-            let begun = match unfinished.take() {
-                Some(lease) => self.restored(external, limits, lease).await,
-                None => self.taken(external, limits).await,
-            };
-            let (mut offer, conversation) = match begun {
-                Ok(begun) => begun,
-                Err(event) => return event,
+            let (mut offer, conversation) = match unfinished.take() {
+                Some(lease) => self.restored(external, limits, lease).await?,
+                None => self.taken(external, limits).await?,
             };
             let _end = EndOnDrop(Arc::clone(&conversation));
             self.timings.setup_s += offered.elapsed().as_secs_f64();
@@ -67,9 +66,9 @@ impl Attempt {
             if is_untouched && matches!(end, Some(OfferEnd::Abandoned { .. })) {
                 continue;
             }
-            let event = self.end_of(end, &finished);
-            self.finished = Some(finished);
-            return event;
+            let end = self.end_of(end, &finished);
+            self.finished = finished;
+            return end;
         }
     }
 
@@ -78,13 +77,13 @@ impl Attempt {
         &self,
         external: &ExternalWorkers,
         limits: EpisodeLimits,
-    ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
+    ) -> Result<(Offer, Arc<Conversation>), Outcome> {
         let (began, conversation) = oneshot::channel();
         let offer = external.offers.offer(self.offered_attempt(external, limits, began));
         let stop = self.context.stop.clone();
         let conversation = tokio::select! {
             biased;
-            () = stop.cancelled() => return Err(EpisodeEvent::StopRequested),
+            () = stop.cancelled() => return Err(stopped()),
             begun = conversation => begun,
         };
         match conversation {
@@ -100,7 +99,7 @@ impl Attempt {
         external: &ExternalWorkers,
         limits: EpisodeLimits,
         lease: LeaseRecord,
-    ) -> Result<(Offer, Arc<Conversation>), EpisodeEvent> {
+    ) -> Result<(Offer, Arc<Conversation>), Outcome> {
         // Requests wait until it is restored, or until it is known that it never will be.
         let _settled = ForgetOnDrop { offers: &external.offers, lease: lease.clone() };
         let mut context = self.context.clone();
@@ -178,12 +177,16 @@ impl Attempt {
         opening.last().map_or_else(String::new, |message| message.content.clone())
     }
 
-    fn end_of(&mut self, end: Option<OfferEnd>, finished: &FinishedConversation) -> EpisodeEvent {
+    fn end_of(
+        &mut self,
+        end: Option<OfferEnd>,
+        finished: &FinishedConversation,
+    ) -> Result<Rewarded, Outcome> {
         if let Some(error) = &finished.failure {
-            return failed(Stage::Generate, error);
+            return Err(failed(Stage::Generate, error));
         }
         let Some(end) = end.filter(|_| !finished.stopped) else {
-            return EpisodeEvent::StopRequested;
+            return Err(stopped());
         };
         let asked = !finished.branches.is_empty();
         let counts = matches!(
@@ -195,53 +198,54 @@ impl Attempt {
         // Not the policy's doing, whatever the worker made of it.
         if let Some(refusal) = finished.refusal.as_ref().filter(|_| counts) {
             let what = "the environment's last request was refused, and no better one followed";
-            return failed(Stage::Exec, format!("{what}: {refusal}"));
+            return Err(failed(Stage::Exec, format!("{what}: {refusal}")));
         }
-        let too_long =
-            EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::EpisodeTime) };
-        match end {
+        let unrewarded = |limit| Ok(Rewarded { reward: 0.0, truncated_by: Some(limit) });
+        let (stage, error) = match end {
             OfferEnd::Returned { reward, metrics } if asked => {
                 self.metrics = metrics;
-                EpisodeEvent::Returned { reward, truncated_by: finished.limit }
+                return Ok(Rewarded { reward, truncated_by: finished.limit });
             }
             OfferEnd::Returned { .. } if finished.limit == Some(Limit::SequenceTokens) => {
                 let what = "the first prompt leaves no room for a reply; shorten it, or raise \
                             rollout.max_sequence_tokens";
-                failed(Stage::Setup, what)
+                (Stage::Setup, what.to_owned())
             }
             OfferEnd::Returned { .. } => {
-                failed(Stage::Setup, "the worker returned a reward without asking the policy")
+                let what = "the worker returned a reward without asking the policy";
+                (Stage::Setup, what.to_owned())
             }
             OfferEnd::Failed { kind: FailureKind::Agent, message } if asked => {
                 tracing::warn!(message, "the worker reported that the agent failed");
-                EpisodeEvent::Returned { reward: 0.0, truncated_by: Some(Limit::AgentFailure) }
+                return unrewarded(Limit::AgentFailure);
             }
             OfferEnd::Failed { kind: FailureKind::TimeOut, message } if asked => {
                 tracing::warn!(message, "the worker reported a timeout");
-                too_long
+                return unrewarded(Limit::EpisodeTime);
             }
             OfferEnd::TimeUp { worker } if asked => {
                 tracing::warn!(worker, "the worker did not return the episode in time");
-                too_long
+                return unrewarded(Limit::EpisodeTime);
             }
             OfferEnd::Failed { kind: FailureKind::Environment, message } => {
-                failed(Stage::Exec, format!("the environment failed: {message}"))
+                (Stage::Exec, format!("the environment failed: {message}"))
             }
             OfferEnd::Failed { kind: FailureKind::Agent | FailureKind::TimeOut, message } => {
-                failed(Stage::Exec, format!("it failed before the policy was asked: {message}"))
+                (Stage::Exec, format!("it failed before the policy was asked: {message}"))
             }
             OfferEnd::TimeUp { worker } => {
                 let what = "did not ask the policy, and did not return the episode in time";
-                failed(Stage::Exec, format!("worker {worker} {what}"))
+                (Stage::Exec, format!("worker {worker} {what}"))
             }
             OfferEnd::Abandoned { worker } => {
-                failed(Stage::Exec, format!("worker {worker} abandoned the episode"))
+                (Stage::Exec, format!("worker {worker} abandoned the episode"))
             }
-            OfferEnd::Lost { worker, silent } => failed(
-                Stage::Exec,
-                format!("worker {worker} sent no heartbeat for {silent:?} (gateway.lease)"),
-            ),
-        }
+            OfferEnd::Lost { worker, silent } => {
+                let what = format!("sent no heartbeat for {silent:?} (gateway.lease)");
+                (Stage::Exec, format!("worker {worker} {what}"))
+            }
+        };
+        Err(failed(stage, error))
     }
 }
 

@@ -16,13 +16,13 @@ mod histories;
 
 use crate::attempt::Attempt;
 use crate::conversation::{Conversation, EndOnDrop, FinishedConversation};
-use crate::failure::{failed, sandbox_failed};
-use crate::machine::{EpisodeEvent, EpisodeLimits};
+use crate::failure::{failed, sandbox_failed, stopped};
+use crate::machine::EpisodeLimits;
 use config::SCRIPT_START;
 pub use config::{AgentPreset, AgentSection, AgentSettings, ExternalWorkers};
 use orchestrate_gateway::{GatewayOptions, router};
 use orchestrate_sandbox::{Command, ExecResult, Exit, Forward, Sandbox};
-use orchestrate_types::{Limit, Stage};
+use orchestrate_types::{Limit, Outcome, Stage};
 use sampler::{ConversationSampler, MODEL, PLACES};
 use std::sync::{Arc, Mutex};
 use tokio::io::DuplexStream;
@@ -41,16 +41,21 @@ const BACKLOG: usize = 64;
 const OUTPUT_BYTES: usize = 64 * 1024;
 
 impl Attempt {
-    /// Runs the agent until it ends or must be ended, and takes over its conversation.
+    /// Runs the agent until it ends or must be ended, and takes over its conversation. Returns the limit that
+    /// ended it; `None` if it ended by itself.
+    ///
+    /// # Errors
+    /// The outcome of an episode that ended before there was anything to grade.
     #[tracing::instrument(name = "agent", skip_all)]
     pub(crate) async fn run_agent(
         &mut self,
         settings: &AgentSettings,
         limits: EpisodeLimits,
         sandbox: &mut dyn Sandbox,
-    ) -> EpisodeEvent {
+    ) -> Result<Option<Limit>, Outcome> {
         let Some(script) = settings.script() else {
-            return failed(Stage::Setup, "neither agent.command nor agent.preset is set");
+            let what = "neither agent.command nor agent.preset is set";
+            return Err(failed(Stage::Setup, what));
         };
         let conversation = Arc::new(Conversation::new(self.context.clone(), limits));
         let _end = EndOnDrop(Arc::clone(&conversation));
@@ -94,12 +99,10 @@ impl Attempt {
         self.timings.exec_s += began.elapsed().as_secs_f64();
         let finished = conversation.finish();
         self.timings.generate_s += finished.generate_s;
-        let event = match (result, &finished.failure) {
-            (_, Some(error)) => failed(Stage::Generate, error),
-            (_, None) if finished.stopped || self.context.stop.is_cancelled() => {
-                EpisodeEvent::StopRequested
-            }
-            (Err(error), None) => sandbox_failed(Stage::Exec, error),
+        let end = match (result, &finished.failure) {
+            (_, Some(error)) => Err(failed(Stage::Generate, error)),
+            (_, None) if finished.stopped || self.context.stop.is_cancelled() => Err(stopped()),
+            (Err(error), None) => Err(sandbox_failed(Stage::Exec, error)),
             // Nothing was sampled, so nothing that the policy did can be the reason. Many agents exit
             // with 0 after a request that was refused, or that left no room for a reply.
             (Ok(result), None)
@@ -108,7 +111,7 @@ impl Attempt {
                         || finished.refusal.is_some()
                         || finished.limit == Some(Limit::SequenceTokens)) =>
             {
-                failed(Stage::Setup, never_asked(&result, &finished))
+                Err(failed(Stage::Setup, never_asked(&result, &finished)))
             }
             (Ok(result), None) => {
                 if let Some(refusal) = &finished.refusal {
@@ -118,11 +121,11 @@ impl Attempt {
                 }
                 let timed_out = matches!(result.exit, Exit::TimedOut);
                 let time = timed_out.then_some(Limit::EpisodeTime);
-                EpisodeEvent::AgentEnded { truncated_by: finished.limit.or(time) }
+                Ok(finished.limit.or(time))
             }
         };
-        self.finished = Some(finished);
-        event
+        self.finished = finished;
+        end
     }
 
     /// Waits until the agent must be ended: the run stops, the engine failed, or nothing is left to

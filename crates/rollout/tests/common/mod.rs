@@ -2,42 +2,54 @@
 
 use orchestrate_engine::Engine;
 use orchestrate_rollout::{
-    ChatModel, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders, RolloutSettings,
-    RowSharing,
+    Actor, ChatModel, EpisodeKind, EpisodeRequest, EpisodeRunner, GradingRules, PrefillLeaders,
+    RolloutSettings, RowSharing, Sandboxed,
 };
 use orchestrate_sandbox::{SandboxLimits, SandboxProvider};
 use orchestrate_tasks::Task;
 use orchestrate_types::{ByteSize, PolicyVersion, RunId};
 use std::sync::Arc;
 
-/// A runner without row sharing and without grading logs.
+/// A runner of a scaffold's episodes without row sharing, tool servers and grading logs.
 pub(crate) fn runner(
     engine: Arc<dyn Engine>,
     sandboxes: Arc<dyn SandboxProvider>,
     (chat, settings): (Arc<ChatModel>, RolloutSettings),
     rules: GradingRules,
 ) -> EpisodeRunner {
-    let container_limits = SandboxLimits {
+    let kind = sandboxed(Actor::Scaffold(Arc::default()), sandboxes, rules);
+    runner_of(engine, (chat, settings), kind)
+}
+
+/// A runner without row sharing.
+pub(crate) fn runner_of(
+    engine: Arc<dyn Engine>,
+    (chat, settings): (Arc<ChatModel>, RolloutSettings),
+    kind: EpisodeKind,
+) -> EpisodeRunner {
+    EpisodeRunner {
+        engine,
+        chat,
+        settings: Arc::new(settings),
+        rows: RowSharing::default(),
+        prefill_leaders: PrefillLeaders::default(),
+        kind,
+    }
+}
+
+/// Episodes of `actor` in small sandboxes, without grading logs.
+pub(crate) fn sandboxed(
+    actor: Actor,
+    provider: Arc<dyn SandboxProvider>,
+    rules: GradingRules,
+) -> EpisodeKind {
+    let limits = SandboxLimits {
         memory: ByteSize::mib(256),
         cpu_millis: 1000,
         pids: 64,
         tmpfs: ByteSize::mib(64),
     };
-    let (rows, prefill_leaders) = (RowSharing::default(), PrefillLeaders::default());
-    EpisodeRunner {
-        engine,
-        sandboxes,
-        chat,
-        settings: Arc::new(settings),
-        container_limits,
-        rules,
-        agent: None,
-        external: None,
-        tool_servers: Arc::default(),
-        logs: None,
-        rows,
-        prefill_leaders,
-    }
+    EpisodeKind::Sandboxed(Sandboxed { actor, provider, limits, rules, logs: None })
 }
 
 /// A request for the first attempt of an episode, with routing rows.

@@ -10,10 +10,10 @@ mod training_sets;
 use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
-    Action, ChatModel, ChatTemplate, EpisodeReport, EpisodeRequest, EpisodeRunner, Episodes,
-    GradeError, GradeLogs, GradedChange, MICRO_CHAT_TEMPLATE, Message, PrefillLeaders,
-    RewardCompat, RewardSettings, RolloutSection, RowSharing, grade_patch, opening_messages,
-    train_tokenizer,
+    Action, Actor, ChatModel, ChatTemplate, EpisodeKind, EpisodeReport, EpisodeRequest,
+    EpisodeRunner, Episodes, GradeError, GradeLogs, GradedChange, MICRO_CHAT_TEMPLATE, Message,
+    PrefillLeaders, RewardCompat, RewardSettings, RolloutSection, RowSharing, Sandboxed,
+    grade_patch, opening_messages, train_tokenizer,
 };
 use orchestrate_sandbox::{
     DockerProvider, Owner, Purpose, SandboxProvider as _, SandboxSection, SandboxSpec,
@@ -147,17 +147,17 @@ async fn play(
     });
     let runner = EpisodeRunner {
         engine: Arc::new(engine),
-        sandboxes: sandboxes.clone(),
         chat: chat(),
         settings: Arc::new(config.check().unwrap()),
-        agent: None,
-        external: None,
-        tool_servers: Arc::default(),
-        container_limits: sandboxes.config().limits(),
-        rules: reward.rules(),
-        logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),
         rows: RowSharing::default(),
         prefill_leaders: PrefillLeaders::default(),
+        kind: EpisodeKind::Sandboxed(Sandboxed {
+            actor: Actor::Scaffold(Arc::default()),
+            provider: sandboxes.clone(),
+            limits: sandboxes.config().limits(),
+            rules: reward.rules(),
+            logs: Some(GradeLogs { root: folder.to_owned(), model: "org/policy".parse().unwrap() }),
+        }),
     };
     let request = EpisodeRequest {
         run: RunId::generate(),

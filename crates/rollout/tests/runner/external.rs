@@ -8,7 +8,8 @@ use orchestrate_engine::Finish;
 use orchestrate_gateway::{GatewayOptions, Offers, Registry, Unconfirmed};
 use orchestrate_http_server::{ConnectionObserver, HttpOptions, HttpServer, Routes};
 use orchestrate_rollout::{
-    EpisodeRequest, Episodes as _, ExternalWorkers, RolloutSection, Scaffold, TurnJournals,
+    EpisodeKind, EpisodeRequest, Episodes as _, ExternalWorkers, RolloutSection, Scaffold,
+    TurnJournals,
 };
 use orchestrate_testkit::{FakeReply, FakeRequest};
 use orchestrate_types::{Limit, Outcome, Stage};
@@ -100,8 +101,8 @@ async fn attempt<T>(
     let folder = tempfile::tempdir().unwrap();
     let turns = Utf8Path::from_path(folder.path()).unwrap();
     let journals = TurnJournals::open(turns, &[]).unwrap();
-    world.runner.external =
-        Some(ExternalWorkers::new(offers.clone(), Duration::from_mins(1), journals));
+    let workers = ExternalWorkers::new(offers.clone(), Duration::from_mins(1), journals);
+    world.runner.kind = EpisodeKind::External(workers);
     let listener = TcpListener::bind("127.0.0.1:0").await.unwrap();
     let address = listener.local_addr().unwrap();
     let server = HttpServer::new(listener, HttpOptions::default()).unwrap();

@@ -1,13 +1,14 @@
 //! Episodes whose policy calls tools of a tool server, over real HTTP.
 
+use crate::common;
 use crate::foreign_text::{EVIL, controls_in_last_prompt, written};
 use crate::mcp::{McpServer, Shared, tool};
 use crate::world::*;
 use orchestrate_rollout::{
-    Action, EpisodeReport, EpisodeRunner, Episodes, MICRO_CHAT_TEMPLATE, RolloutSection,
-    ToolServerSection, ToolServers,
+    Action, Actor, EpisodeReport, EpisodeRunner, Episodes, GradingRules, MICRO_CHAT_TEMPLATE,
+    RolloutSection, ToolServerSection, ToolServers,
 };
-use orchestrate_testkit::FakeReply;
+use orchestrate_testkit::{FakeReply, grade_toy};
 use orchestrate_types::{HumanDuration, Outcome, Stage};
 use serde_json::{Value, json};
 use std::io::{BufRead as _, BufReader};
@@ -53,7 +54,9 @@ async fn world_playing(
     let world = world_in(1 << 17, &section, script);
     let template = format!("{SHOWS_TOOLS}{MICRO_CHAT_TEMPLATE}");
     let chat = chat_with(&template, plan.chat_options(servers.schemas()));
-    let runner = EpisodeRunner { chat: Arc::new(chat), tool_servers: servers, ..world.runner };
+    let sandboxes = Arc::new(world.sandboxes.clone());
+    let kind = common::sandboxed(Actor::Scaffold(servers), sandboxes, GradingRules::new(grade_toy));
+    let runner = EpisodeRunner { chat: Arc::new(chat), kind, ..world.runner };
     World { runner, ..world }
 }
 
@@ -211,8 +214,10 @@ async fn a_server_that_is_gone_breaks_the_attempt_before_anything_is_sampled() {
 async fn changed_tools_break_the_attempt_and_fit_no_earlier_record() {
     let server = McpServer::start();
     let world = world_of(section(vec![server.section()]), &[]).await;
-    let record = world.runner.tool_servers.record().unwrap();
-    world.runner.tool_servers.check_recorded(&record).unwrap();
+    let plan = section(vec![server.section()]).check().unwrap();
+    let earlier = ToolServers::connect(&plan.tool_servers).await.unwrap();
+    let record = earlier.record().unwrap();
+    earlier.check_recorded(&record).unwrap();
     // The order has no meaning.
     server.shared.tools.lock().unwrap().reverse();
     assert_eq!(world.run().await.outcome, Outcome::Scored { reward: 0.0 });
@@ -228,7 +233,6 @@ async fn changed_tools_break_the_attempt_and_fit_no_earlier_record() {
     assert_eq!(stage, Stage::Setup);
     let changed = "changed its tools since the run began (removed long, added new, changed add)";
     assert!(error.contains(changed), "{error}");
-    let plan = section(vec![server.section()]).check().unwrap();
     let now = ToolServers::connect(&plan.tool_servers).await.unwrap();
     let error = now.check_recorded(&record).unwrap_err().to_string();
     assert!(error.contains(changed), "{error}");
