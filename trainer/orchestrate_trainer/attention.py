@@ -6,8 +6,10 @@ No sequence sees another. Three kernels compute the same:
 * ``flex``: one call of PyTorch's flex attention with a block mask: for what flash attention lacks,
   such as attention sinks, values of another width than keys, or f32. Compiled on CUDA. PyTorch
   has no backward of it on the CPU.
-* ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device. Sliding windows build
-  a mask for each sequence; a mask for the whole pack is never built.
+* ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device; with a sliding window
+  one per block of queries, with a mask of the keys that the block sees.
+
+None of them has a tensor with a value for each pair of a query and a key of a sequence or a pack.
 """
 
 from __future__ import annotations
@@ -42,6 +44,8 @@ NAME = "packed"
 KERNELS = ("varlen", "flex", "loop")
 #: Tokens in a block of flex attention.
 FLEX_BLOCK = 128
+#: Fewest queries that ``loop`` computes at a time in a sliding window, which needs a mask.
+WINDOW_BLOCK = 128
 #: PyTorch's flash attention of packed sequences, which versions before 2.10 lack.
 varlen_attn: Any = None
 with contextlib.suppress(ImportError):
@@ -216,27 +220,48 @@ def _attend(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention within one sequence."""
+    """Attention within one sequence. Its memory is linear in the number of tokens."""
+    tokens = query.shape[2]
+    if window is None or window >= tokens:
+        return _attend_part(query, key, value, None, scaling, sinks)
+    outputs = []
+    size = max(window, WINDOW_BLOCK)
+    for start in range(0, tokens, size):
+        end, first = min(start + size, tokens), max(start - window + 1, 0)
+        position = torch.arange(first, end, device=query.device)
+        distance = position[start - first :].unsqueeze(1) - position
+        visible = (distance >= 0) & (distance < window)
+        seen = key[:, :, first:end], value[:, :, first:end]
+        outputs.append(_attend_part(query[:, :, start:end], *seen, visible, scaling, sinks))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of some queries to some keys: those that are ``visible`` ``[Q, K]``, or causal."""
+    width = value.shape[-1]
     if sinks is not None:
         query, key, value = _with_sink(query, key, value, scaling, sinks)
-    tokens = query.shape[2]
-    mask = None
-    if window is not None and window < tokens:
-        position = torch.arange(tokens, device=query.device)
-        distance = position.unsqueeze(1) - position
-        mask = (distance >= 0) & (distance < window)
-        if sinks is not None:
-            mask[:, 0] = True
+        visible = None if visible is None else F.pad(visible, (1, 0, 1, 0), value=True)
+    # With keys and values of different widths PyTorch would compute all scores at once on the CPU.
+    widest = max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(t, (0, widest - t.shape[-1])) for t in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=visible,
+        is_causal=visible is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output if sinks is None else output[:, :, 1:, : value.shape[-1]]
+    return output[:, :, 0 if sinks is None else 1 :, :width]
 
 
 def _with_sink(
