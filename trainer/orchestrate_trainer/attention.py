@@ -9,7 +9,8 @@ No sequence sees another. Three kernels compute the same:
 * ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device; with a sliding window
   one per block of queries, with a mask of the keys that the block sees.
 
-None of them has a tensor with a value for each pair of a query and a key of a sequence or a pack.
+None of them has a tensor with a value for each pair of a query and a key of a sequence or a pack,
+except ``flex`` where it is not compiled.
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
-    create_block_mask,
     flex_attention,
 )
 from transformers import AttentionInterface
@@ -72,19 +72,51 @@ class Packing:
     def block_mask(self, window: int | None) -> BlockMask:
         """Which blocks of a flex attention see which, made once for all layers."""
         if window not in self._masks:
-            tokens = sum(self.lengths)
-            counts = torch.tensor(self.lengths)
-            document = torch.arange(len(counts)).repeat_interleave(counts)
-            document = on_device(document, self.device)
-
-            def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                seen = (document[query] == document[key]) & (key <= query)
-                return seen if window is None else seen & (query - key < window)
-
-            self._masks[window] = _on_cuda_compiled(create_block_mask, self.device)(
-                visible, None, None, tokens, tokens, device=self.device
-            )
+            self._masks[window] = self._make_block_mask(window)
         return self._masks[window]
+
+    def _make_block_mask(self, window: int | None) -> BlockMask:
+        """The same as PyTorch's ``create_block_mask``, but that looks at every pair of tokens.
+
+        Between the first and the last block that a query sees there is none that it does not see.
+        """
+        tokens, counts = sum(self.lengths), torch.tensor(self.lengths)
+        document = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[document]
+        if window is not None:
+            first = torch.maximum(first, torch.arange(tokens) - window + 1)
+        blocks = -(-tokens // FLEX_BLOCK)
+        number = torch.arange(blocks)
+        # The first block that any query of a block sees, and the first one that all of them see
+        # whole. A last block that is not full counts as one that sees none of them whole.
+        seen = first[number * FLEX_BLOCK] // FLEX_BLOCK
+        whole = -(-first[FLEX_BLOCK - 1 :: FLEX_BLOCK] // FLEX_BLOCK)
+        whole = torch.minimum(F.pad(whole, (0, blocks - len(whole)), value=tokens), number)
+        document, number, seen, whole = (
+            on_device(tensor, self.device) for tensor in (document, number, seen, whole)
+        )
+        column, row = number, number.unsqueeze(1)
+        all_seen = (column >= whole.unsqueeze(1)) & (column < row)
+        any_seen = (column >= seen.unsqueeze(1)) & (column <= row) & ~all_seen
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = (document[query] == document[key]) & (key <= query)
+            return allowed if window is None else allowed & (query - key < window)
+
+        return BlockMask.from_kv_blocks(
+            *_numbered(any_seen),
+            *_numbered(all_seen),
+            BLOCK_SIZE=FLEX_BLOCK,
+            mask_mod=visible,
+            seq_lengths=(tokens, tokens),
+        )
+
+
+def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of set columns in each row, and the columns with the set ones first, int32
+    ``[1, 1, R]`` and ``[1, 1, R, C]``."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def obstacle(kernel: str, model: Any, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -16,6 +16,7 @@ for package in ("torch", "transformers"):
 
 import torch  # isort: skip  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves  # noqa: E402
 
@@ -133,6 +134,26 @@ def test_no_tensor_has_a_value_per_pair_of_tokens(
         computed("loop", (1024, 1), **given)
     # Padded queries of all heads, with the sink's extra dimensions; a mask of a block is smaller.
     assert largest.elements <= 4 * 1025 * (24 + 8) < 1024**2 / 4
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 5000])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (128,), (384,), (1000,), (9, 1, 33, 5), (128, 256, 1), (127, 130, 500, 3), (300,) * 5],
+    ids=str,
+)
+def test_block_mask_equals_that_of_pytorch(lengths: tuple[int, ...], window: int | None) -> None:
+    tokens = sum(lengths)
+    with Largest() as largest:
+        found = Packing(lengths, "flex", CPU).block_mask(window)
+    # Not a value for every pair of tokens.
+    assert largest.elements <= tokens + (tokens // 128 + 2) ** 2
+    wanted = create_block_mask(found.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert found.shape == wanted.shape and found.BLOCK_SIZE == wanted.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for kind in ("num_blocks", "indices"):
+            one, two = (getattr(mask, f"{name}_{kind}") for mask in (found, wanted))
+            assert torch.equal(one, two) and one.dtype == two.dtype, name
 
 
 def naive(
