@@ -6,8 +6,11 @@ No sequence sees another. Three kernels compute the same:
 * ``flex``: one call of PyTorch's flex attention with a block mask: for what flash attention lacks,
   such as attention sinks, values of another width than keys, or f32. Compiled on CUDA. PyTorch
   has no backward of it on the CPU.
-* ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device. Sliding windows build
-  a mask for each sequence; a mask for the whole pack is never built.
+* ``loop``: one ``scaled_dot_product_attention`` per sequence, on any device; with a sliding window
+  one per block of queries, with a mask of the keys that the block sees.
+
+None of them has a tensor with a value for each pair of a query and a key of a sequence or a pack,
+except ``flex`` where it is not compiled.
 """
 
 from __future__ import annotations
@@ -25,7 +28,6 @@ from torch import Tensor, nn
 from torch.nn.attention.flex_attention import (
     AuxRequest,
     BlockMask,
-    create_block_mask,
     flex_attention,
 )
 from transformers import AttentionInterface
@@ -42,6 +44,8 @@ NAME = "packed"
 KERNELS = ("varlen", "flex", "loop")
 #: Tokens in a block of flex attention.
 FLEX_BLOCK = 128
+#: Fewest queries that ``loop`` computes at a time in a sliding window, which needs a mask.
+WINDOW_BLOCK = 128
 #: PyTorch's flash attention of packed sequences, which versions before 2.10 lack.
 varlen_attn: Any = None
 with contextlib.suppress(ImportError):
@@ -68,19 +72,51 @@ class Packing:
     def block_mask(self, window: int | None) -> BlockMask:
         """Which blocks of a flex attention see which, made once for all layers."""
         if window not in self._masks:
-            tokens = sum(self.lengths)
-            counts = torch.tensor(self.lengths)
-            document = torch.arange(len(counts)).repeat_interleave(counts)
-            document = on_device(document, self.device)
-
-            def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-                seen = (document[query] == document[key]) & (key <= query)
-                return seen if window is None else seen & (query - key < window)
-
-            self._masks[window] = _on_cuda_compiled(create_block_mask, self.device)(
-                visible, None, None, tokens, tokens, device=self.device
-            )
+            self._masks[window] = self._make_block_mask(window)
         return self._masks[window]
+
+    def _make_block_mask(self, window: int | None) -> BlockMask:
+        """The same as PyTorch's ``create_block_mask``, but that looks at every pair of tokens.
+
+        Between the first and the last block that a query sees there is none that it does not see.
+        """
+        tokens, counts = sum(self.lengths), torch.tensor(self.lengths)
+        document = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[document]
+        if window is not None:
+            first = torch.maximum(first, torch.arange(tokens) - window + 1)
+        blocks = -(-tokens // FLEX_BLOCK)
+        number = torch.arange(blocks)
+        # The first block that any query of a block sees, and the first one that all of them see
+        # whole. A last block that is not full counts as one that sees none of them whole.
+        seen = first[number * FLEX_BLOCK] // FLEX_BLOCK
+        whole = -(-first[FLEX_BLOCK - 1 :: FLEX_BLOCK] // FLEX_BLOCK)
+        whole = torch.minimum(F.pad(whole, (0, blocks - len(whole)), value=tokens), number)
+        document, number, seen, whole = (
+            on_device(tensor, self.device) for tensor in (document, number, seen, whole)
+        )
+        column, row = number, number.unsqueeze(1)
+        all_seen = (column >= whole.unsqueeze(1)) & (column < row)
+        any_seen = (column >= seen.unsqueeze(1)) & (column <= row) & ~all_seen
+
+        def visible(_batch: Tensor, _head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            allowed = (document[query] == document[key]) & (key <= query)
+            return allowed if window is None else allowed & (query - key < window)
+
+        return BlockMask.from_kv_blocks(
+            *_numbered(any_seen),
+            *_numbered(all_seen),
+            BLOCK_SIZE=FLEX_BLOCK,
+            mask_mod=visible,
+            seq_lengths=(tokens, tokens),
+        )
+
+
+def _numbered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+    """Number of set columns in each row, and the columns with the set ones first, int32
+    ``[1, 1, R]`` and ``[1, 1, R, C]``."""
+    order = blocks.int().argsort(dim=-1, descending=True, stable=True)
+    return blocks.sum(-1, dtype=torch.int32)[None, None], order.int()[None, None]
 
 
 def obstacle(kernel: str, model: Any, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -216,27 +252,48 @@ def _attend(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention within one sequence."""
+    """Attention within one sequence. Its memory is linear in the number of tokens."""
+    tokens = query.shape[2]
+    if window is None or window >= tokens:
+        return _attend_part(query, key, value, None, scaling, sinks)
+    outputs = []
+    size = max(window, WINDOW_BLOCK)
+    for start in range(0, tokens, size):
+        end, first = min(start + size, tokens), max(start - window + 1, 0)
+        position = torch.arange(first, end, device=query.device)
+        distance = position[start - first :].unsqueeze(1) - position
+        visible = (distance >= 0) & (distance < window)
+        seen = key[:, :, first:end], value[:, :, first:end]
+        outputs.append(_attend_part(query[:, :, start:end], *seen, visible, scaling, sinks))
+    return torch.cat(outputs, dim=2)
+
+
+def _attend_part(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visible: Tensor | None,
+    scaling: float,
+    sinks: Tensor | None,
+) -> Tensor:
+    """Attention of some queries to some keys: those that are ``visible`` ``[Q, K]``, or causal."""
+    width = value.shape[-1]
     if sinks is not None:
         query, key, value = _with_sink(query, key, value, scaling, sinks)
-    tokens = query.shape[2]
-    mask = None
-    if window is not None and window < tokens:
-        position = torch.arange(tokens, device=query.device)
-        distance = position.unsqueeze(1) - position
-        mask = (distance >= 0) & (distance < window)
-        if sinks is not None:
-            mask[:, 0] = True
+        visible = None if visible is None else F.pad(visible, (1, 0, 1, 0), value=True)
+    # With keys and values of different widths PyTorch would compute all scores at once on the CPU.
+    widest = max(query.shape[-1], value.shape[-1])
+    query, key, value = (F.pad(t, (0, widest - t.shape[-1])) for t in (query, key, value))
     output = F.scaled_dot_product_attention(
         query,
         key,
         value,
-        attn_mask=mask,
-        is_causal=mask is None,
+        attn_mask=visible,
+        is_causal=visible is None,
         scale=scaling,
         enable_gqa=query.shape[1] != key.shape[1],
     )
-    return output if sinks is None else output[:, :, 1:, : value.shape[-1]]
+    return output[:, :, 0 if sinks is None else 1 :, :width]
 
 
 def _with_sink(

@@ -6,8 +6,9 @@ A model with random weights, in the shape of Qwen3-30B-A3B but with fewer layers
 precision by transformers, and the experts that it executes are recorded. Three arms then compute
 the log-probs of these samples and their gradients in turn: the trainer with replay, the trainer
 without, and plain transformers. Both arms of the trainer run the same code and count the same
-measurements. At the end whole steps are measured, with recompute, optimizer and all metrics.
-Nothing is downloaded, and the weights do not change.
+measurements. At the end whole steps are measured, with recompute, optimizer and all metrics: with
+replay, without, and with one sequence per pack; and a step's time is divided into parts. With
+--ratios only these steps are measured. Nothing is downloaded, and the weights do not change.
 
 With --check-sync or --check-devices nothing is timed: they count how often the host waits for the
 device in a step, and compare a step in f32 on the CPU and on the GPU.
@@ -26,6 +27,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import Any, cast
@@ -37,11 +39,14 @@ from transformers import AutoModelForCausalLM
 
 from .batch import Batch
 from .bench_batch import SampledBatch, random_model, round_to_fp8, sample
+from .bench_parts import PEAK_GBPS, StepFloors, timed_parts
+from .bench_parts import table as parts_table
 from .checkpointing import LEVELS, enable
 from .corrections import Tokens
 from .learner import Learner
 from .measures import Load, Mismatch
 from .passes import forward, own_mini_steps
+from .plan import plan_step
 from .policy import ModelOptions, Policy, load_policy
 from .settings import Hyperparameters
 from .step import apply
@@ -94,11 +99,14 @@ def parser() -> argparse.ArgumentParser:
     add("--time-limit", type=float, default=420.0, metavar="SECONDS",
         help="begin no further repetition after this time (default: %(default)s)")  # fmt: skip
     add("--peak-tflops", type=float, help="the device's dense bf16 peak, if unknown")
+    add("--peak-gbps", type=float, help="the device's memory bandwidth in GB/s, if unknown")
     add("--device", choices=("auto", "cuda", "cpu"), default="auto")
     add("--out", "--json", type=Path, help="JSON file to write the numbers to")
     add("--markdown", type=Path, help="file to write the table to")
     add("--expect", action="store_true",
         help="exit with status 1 if a target of the trainer on a GPU is missed")  # fmt: skip
+    add("--ratios", action="store_true",
+        help="only measure whole steps: with replay, without, and unpacked")  # fmt: skip
     add("--check-sync", action="store_true",
         help="only count the host's waits for the device in a step")  # fmt: skip
     add("--check-devices", action="store_true",
@@ -115,6 +123,8 @@ def main(arguments: list[str] | None = None) -> int:
     for name in ("layers", "sequences", "repeat", "micro_batch_tokens"):
         if getattr(given, name) < 1:
             options.error(f"--{name.replace('_', '-')} must be at least 1")
+    if given.ratios and given.expect:
+        options.error("--expect judges arms that --ratios leaves out; give only one of them")
     if (given.device == "cuda" or given.check_devices) and not torch.cuda.is_available():
         options.error("--device cuda and --check-devices: PyTorch finds no GPU")
     transformers.logging.set_verbosity_error()
@@ -233,31 +243,82 @@ class _Bench:
             self._log("loading the trainer and plain transformers")
             policy = load_policy(folder, self._options(), self.world)
             trainer = _TrainerArm(policy, batch, given, self.world)
-            plain = _PlainArm(folder, batch, given, self.device)
-        arms: dict[str, Callable[[], None]] = {
-            "forward_replay": lambda: trainer.forward(True),
-            "forward_own_routes": lambda: trainer.forward(False),
-            "train_replay": lambda: trainer.train(True),
-            "train_own_routes": lambda: trainer.train(False),
-            "train_plain_transformers": plain.train,
-        }
+            plain = None if given.ratios else _PlainArm(folder, batch, given, self.device)
         mismatch = {
             name: trainer.mismatch(replay)
             for name, replay in (("replay", True), ("own_routes", False))
         }
-        self._alternate(arms)
-        del plain, arms
+        if plain is not None:
+            self._alternate(_passes(trainer, plain))
+        del trainer, plain
         _collect()
         learner = Learner.of(policy, self.world, given.moments)
-        settings = _settings(given)
+        replayed = _settings(given)
+        steps = {
+            "step_replay": replayed,
+            "step_own_routes": dataclasses.replace(replayed, routing_replay="none"),
+            "step_unpacked": dataclasses.replace(replayed, micro_batch_tokens=given.tokens),
+        }
+        self._alternate(
+            {
+                name: partial(_step, learner, batch, settings, self.world)
+                for name, settings in steps.items()
+            }
+        )
+        parts = None
+        # Marks inside of layers would divide what is compiled.
+        if given.compile == "off" and "step_replay" not in self.failed:
+            parts = self._parts(learner, batch, replayed)
+        return self._report(policy, mismatch, parts)
 
-        def step() -> None:
-            _step(learner, batch, settings, self.world)
+    def _parts(
+        self, learner: Learner, batch: SampledBatch, settings: Hyperparameters
+    ) -> dict[str, Any]:
+        """Mean seconds of a step's parts, with the least that each can take."""
+        given = self.given
+        self._log("measuring the parts of a step")
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        started = time.perf_counter()
+        with timed_parts(learner, self.device) as times:
+            for _ in range(given.repeat):
+                _step(learner, batch, settings, self.world)
+        found = times.seconds()
+        whole = (time.perf_counter() - started) / given.repeat
+        plan = plan_step(cast("Batch", batch), settings, learner.policy, self.world)
+        floors = StepFloors.of(
+            learner,
+            given.activation_checkpointing,
+            [given.tokens] * given.sequences,
+            plan.loss_tokens,
+            packs=len(plan.micros),
+            forwards=PASSES["step"] - 2,
+        )
+        tflops, gbps = self._peaks()
+        peak = None if tflops is None else tflops * 1e12
+        bandwidth = None if gbps is None else gbps * 1e9
+        rows = {
+            part: {
+                "seconds": seconds / given.repeat,
+                "share": seconds / given.repeat / whole,
+                "flops": floors.flops.get(part, 0.0),
+                "bytes": floors.bytes.get(part, 0.0),
+                "least_seconds": floors.seconds(part, peak, bandwidth),
+            }
+            for part, seconds in found.items()
+        }
+        return {"seconds": whole, "repetitions": given.repeat, "rows": rows}
 
-        self._alternate({"step_replay": step})
-        return self._report(policy, mismatch)
+    def _peaks(self) -> tuple[float | None, float | None]:
+        """Peak of the device in TFLOP/s and GB/s, where known."""
+        name = self.world.device_names()[0]
+        tflops, gbps = (
+            next((value for part, value in known.items() if part in name), None)
+            for known in (PEAK_TFLOPS, PEAK_GBPS)
+        )
+        return self.given.peak_tflops or tflops, self.given.peak_gbps or gbps
 
-    def _alternate(self, arms: dict[str, Callable[[], None]]) -> None:
+    def _alternate(self, arms: dict[str, Callable[[], object]]) -> None:
         """Warms up every arm, then measures them in turn, each time in another order."""
         for name, work in arms.items():
             self._log(f"warming up {name}")
@@ -275,7 +336,7 @@ class _Bench:
             for name in names[::-1] if number % 2 else names:
                 self._measure(name, arms[name])
 
-    def _measure(self, name: str, work: Callable[[], None]) -> None:
+    def _measure(self, name: str, work: Callable[[], object]) -> None:
         cuda = self.device.type == "cuda"
         if cuda:
             torch.cuda.synchronize(self.device)
@@ -289,10 +350,11 @@ class _Bench:
             self.peak[name] = max(self.peak.get(name, 0.0), peak)
         self.seconds.setdefault(name, []).append(time.perf_counter() - started)
 
-    def _report(self, policy: Policy, mismatch: dict[str, float]) -> dict[str, Any]:
+    def _report(
+        self, policy: Policy, mismatch: dict[str, float], parts: dict[str, Any] | None
+    ) -> dict[str, Any]:
         given, name = self.given, self.world.device_names()[0]
-        known = (value for part, value in PEAK_TFLOPS.items() if part in name)
-        peak = given.peak_tflops or next(known, None)
+        peak, bandwidth = self._peaks()
         tokens = given.sequences * given.tokens
         cost = policy.cost
         layers = given.sequences * cost.sequence(given.tokens)
@@ -316,6 +378,7 @@ class _Bench:
         return {
             "device": name,
             "peak_tflops": peak,
+            "peak_gbps": bandwidth,
             "versions": _versions(),
             "attention": policy.attention_kernel,
             "experts": policy.model.config._experts_implementation,
@@ -327,10 +390,12 @@ class _Bench:
             "failed": self.failed,
             "replay_cost": {
                 kind: self._ratio(f"{kind}_replay", f"{kind}_own_routes")
-                for kind in ("forward", "train")
+                for kind in ("forward", "train", "step")
             },
+            "time_of_packed": self._ratio("step_replay", "step_unpacked"),
             "time_of_plain": self._ratio("train_plain_transformers", "train_replay"),
             "mismatch": mismatch,
+            "parts": parts,
         }
 
     def _ratio(self, arm: str, other: str) -> dict[str, float] | None:
@@ -411,6 +476,17 @@ class _PlainArm:
             targets = tokens[:, -self.sampled :].flatten()
             (F.cross_entropy(logits, targets, reduction="sum") / self.scored).backward()
         self.model.zero_grad(set_to_none=True)
+
+
+def _passes(trainer: _TrainerArm, plain: _PlainArm) -> dict[str, Callable[[], object]]:
+    """The arms that compute log-probs or gradients, and no whole step."""
+    return {
+        "forward_replay": lambda: trainer.forward(True),
+        "forward_own_routes": lambda: trainer.forward(False),
+        "train_replay": lambda: trainer.train(True),
+        "train_own_routes": lambda: trainer.train(False),
+        "train_plain_transformers": plain.train,
+    }
 
 
 def _settings(given: argparse.Namespace) -> Hyperparameters:
@@ -554,11 +630,20 @@ def markdown(report: dict[str, Any]) -> str:
             f"Plain transformers takes {plain['median']:.2f} times as long ({spread}) as the "
             "trainer with replay."
         )
+    packed = report["time_of_packed"]
+    if packed is not None:
+        spread = f"{packed['least']:.2f} to {packed['most']:.2f}"
+        lines.append(
+            f"A packed step takes {packed['median']:.2f} times as long ({spread}) as one with a "
+            "sequence per pack."
+        )
     mismatch = report["mismatch"]
     lines.append(
         f"Mismatch with the {given['sampler']} sampler (k3, nats): {mismatch['replay']:.3e} with "
         f"replay, {mismatch['own_routes']:.3e} without."
     )
+    if report["parts"] is not None:
+        lines += ["", *parts_table(report["parts"])]
     return "\n".join(lines)
 
 

@@ -144,5 +144,23 @@ def parser() -> argparse.ArgumentParser:
         default="f32",
         help="dtype of the optimizer's moments (default: %(default)s)",
     )
+    add(
+        "--pack-tokens",
+        type=_pack_tokens,
+        default="auto",
+        metavar="N",
+        help="most tokens of a pack: a number, `request` for the orchestrator's "
+        "algorithm.micro_batch_tokens, or `auto` for as many as fit in a GPU's free memory, and "
+        "`request` on the CPU (default: %(default)s)",
+    )
     add("--threads", type=int, default=0, help="CPU threads per process (default: all)")
     return options
+
+
+def _pack_tokens(text: str) -> int | str:
+    """Value of ``--pack-tokens``."""
+    if text in ("auto", "request"):
+        return text
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not auto, request or a number of at least 1")
+    return int(text)

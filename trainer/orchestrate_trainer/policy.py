@@ -60,6 +60,9 @@ class ModelOptions:
     compile: bool = False
     #: Dtype of the optimizer's moments.
     moments: Literal["f32", "bf16"] = "f32"
+    #: Most tokens of a pack in a step. ``request`` is what the request says; ``auto`` is as many as
+    #: fit in the free memory of a GPU, and on the CPU ``request``.
+    pack_tokens: int | Literal["auto", "request"] = "auto"
 
     def dtype(self, world: World) -> torch.dtype:
         """The compute dtype on the device of ``world``."""

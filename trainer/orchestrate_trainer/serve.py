@@ -72,6 +72,7 @@ def serve(given: argparse.Namespace) -> int:
         experts=given.experts,
         attention=given.attention,
         moments=given.moments,
+        pack_tokens=given.pack_tokens,
     )
     exported = {"bf16": torch.bfloat16, "f32": torch.float32}
     dtype = exported.get(given.export, options.dtype(world))

@@ -18,7 +18,7 @@ import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import Future
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,7 @@ from .jobs import (
     StepStatus,
 )
 from .learner import Learner
+from .pack_size import PackLimit, measure_limit, weight_bytes
 from .passes import StepError, measure_logprobs
 from .policy import ModelOptions, Policy, load_policy
 from .settings import ALGORITHMS, Hyperparameters, Unusable
@@ -73,20 +74,31 @@ class Trainer:
     learner: Learner
     position: Position
     options: ModelOptions
+    #: How many tokens fit in a pack; ``None`` where the size does not depend on memory.
+    limit: PackLimit | None = None
     _reference: Policy | None = None
 
     @classmethod
     def open(
         cls, model: Path, store: CheckpointStore, options: ModelOptions, world: World
     ) -> Trainer:
-        """Continues from the newest checkpoint of ``store``, or starts with ``model``."""
+        """Continues from the newest checkpoint of ``store``, or starts with ``model``.
+
+        Raises :class:`~orchestrate_trainer.policy.ModelError` if the model cannot be used or the
+        device has no room for it.
+        """
         position = store.open(model)
         version = position.policy_version
         policy = load_policy(store.folder(version), options, world)
         learner = Learner.of(policy, world, options.moments)
         if version > 0:
             store.restore(learner, version)
-        return cls(world, store, learner, position, options)
+        limit = None
+        if options.pack_tokens == "auto":
+            limit = measure_limit(policy, learner.optimizer, options, world)
+            if limit is not None and world.is_leader:
+                log.info("packs of %d tokens: %s", limit.tokens, limit)
+        return cls(world, store, learner, position, options, limit)
 
     @property
     def policy(self) -> Policy:
@@ -99,6 +111,29 @@ class Trainer:
             self._reference = load_policy(self.store.folder(0), self.options, self.world)
             self._reference.requires_grad_(False)
         return self._reference
+
+    def sized(self, settings: Hyperparameters, longest: int) -> Hyperparameters:
+        """``settings`` with the size of packs that this trainer uses for a batch whose longest
+        sequence has ``longest`` tokens.
+
+        Raises :class:`StepError` in all processes if that sequence does not fit.
+        """
+        asked, limit = self.options.pack_tokens, self.limit
+        if isinstance(asked, int):
+            return replace(settings, micro_batch_tokens=asked)
+        if limit is None:
+            return settings
+        if settings.kl_coefficient > 0 or self._reference is not None:
+            # The starting weights, which are loaded when they are first needed, and stay.
+            limit = limit.without(weight_bytes(self.policy, self.options))
+        problem = limit.problem(longest)
+        if problem is not None:
+            raise StepError(problem)
+        return replace(settings, micro_batch_tokens=max(limit.tokens, 1))
+
+    def measured(self) -> int:
+        """Most tokens of a pack in a measurement, which needs less memory than a step."""
+        return MEASURE_TOKENS if self.limit is None else min(MEASURE_TOKENS, self.limit.tokens)
 
 
 class TrainerService:
@@ -319,7 +354,7 @@ def _run_logprobs(trainer: Trainer, job: LogprobsJob, reply: Future[dict[str, An
             _open_checked(job.manifest),
             job.replay,
             job.temperature,
-            MEASURE_TOKENS,
+            trainer.measured(),
             trainer.world,
         )
     except StepError as error:
@@ -342,11 +377,12 @@ def _run_step(trainer: Trainer, service: TrainerService | None, job: StepJob) ->
     moved = True
     try:
         try:
+            batch = _open_checked(job.manifest)
             metrics = apply(
                 trainer.learner,
                 trainer.reference,
-                _open_checked(job.manifest),
-                job.settings,
+                batch,
+                trainer.sized(job.settings, max(batch.lengths().tolist(), default=0)),
                 world,
                 progress,
             )

@@ -5,6 +5,7 @@ Like ``test_gpu.py`` this module needs PyTorch and transformers only.
 
 from __future__ import annotations
 
+import math
 from types import SimpleNamespace
 from typing import Any
 
@@ -15,6 +16,9 @@ for package in ("torch", "transformers"):
 
 import torch  # isort: skip  # noqa: E402
 from torch import nn  # noqa: E402
+from torch.nn.attention.flex_attention import create_block_mask  # noqa: E402
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves  # noqa: E402
 
 from orchestrate_trainer.attention import (  # noqa: E402
     KERNELS,
@@ -101,6 +105,94 @@ def test_no_sequence_sees_another(kernel: str) -> None:
     alone = computed("loop", (16,))[0]
     torch.testing.assert_close(whole[:, :9], alone[:, :9], rtol=1e-5, atol=1e-5)
     assert not torch.allclose(whole[:, 9:], alone[:, 9:], atol=1e-2)
+
+
+class Largest(TorchDispatchMode):
+    """Finds the number of elements of the largest tensor that an operator returns."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.elements = max(self.elements, leaf.numel())
+        return result
+
+
+@pytest.mark.parametrize("window", [None, 100])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 8), (8, 24)], ids=str)
+def test_no_tensor_has_a_value_per_pair_of_tokens(
+    window: int | None, sinks: bool, widths: tuple[int, int]
+) -> None:
+    """Neither of a sequence nor of a pack, forward or backward."""
+    given: dict[str, Any] = {"window": window, "sinks": sinks, "widths": widths, "heads": (4, 2)}
+    with Largest() as largest:
+        computed("loop", (1024, 1), **given)
+    # Padded queries of all heads, with the sink's extra dimensions; a mask of a block is smaller.
+    assert largest.elements <= 4 * 1025 * (24 + 8) < 1024**2 / 4
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 128, 129, 300, 5000])
+@pytest.mark.parametrize(
+    "lengths",
+    [(1,), (128,), (384,), (1000,), (9, 1, 33, 5), (128, 256, 1), (127, 130, 500, 3), (300,) * 5],
+    ids=str,
+)
+def test_block_mask_equals_that_of_pytorch(lengths: tuple[int, ...], window: int | None) -> None:
+    tokens = sum(lengths)
+    with Largest() as largest:
+        found = Packing(lengths, "flex", CPU).block_mask(window)
+    # Not a value for every pair of tokens.
+    assert largest.elements <= tokens + (tokens // 128 + 2) ** 2
+    wanted = create_block_mask(found.mask_mod, None, None, tokens, tokens, device="cpu")
+    assert found.shape == wanted.shape and found.BLOCK_SIZE == wanted.BLOCK_SIZE
+    for name in ("kv", "full_kv", "q", "full_q"):
+        for kind in ("num_blocks", "indices"):
+            one, two = (getattr(mask, f"{name}_{kind}") for mask in (found, wanted))
+            assert torch.equal(one, two) and one.dtype == two.dtype, name
+
+
+def naive(
+    query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, window: int | None, sink: float
+) -> torch.Tensor:
+    """Attention of one head by its definition, float64 ``[T, D_v]``."""
+    scores = query.double() @ key.double().T * query.shape[-1] ** -0.5
+    position = torch.arange(len(query))
+    distance = position[:, None] - position
+    hidden = (distance < 0) | (distance >= (window or len(query)))
+    weights = scores.masked_fill(hidden, -torch.inf).exp()
+    return (weights @ value.double()) / (weights.sum(-1, keepdim=True) + math.exp(sink))
+
+
+@pytest.mark.parametrize("window", [None, 1, 6, 128, 150, 400])
+@pytest.mark.parametrize("sinks", [False, True], ids=["no sinks", "sinks"])
+@pytest.mark.parametrize("widths", [(16, 16), (24, 8), (8, 24)], ids=str)
+def test_the_loop_equals_the_definition(
+    window: int | None, sinks: bool, widths: tuple[int, int]
+) -> None:
+    """Also where a window spans several blocks of queries."""
+    draw = torch.Generator().manual_seed(0)
+    lengths = (300, 7)
+    query, key = (torch.randn(1, 1, 307, widths[0], generator=draw) for _ in range(2))
+    value = torch.randn(1, 1, 307, widths[1], generator=draw)
+    output, _ = packed_attention(
+        nn.Module(),
+        query,
+        key,
+        value,
+        None,
+        packing=Packing(lengths, "loop", CPU),
+        sliding_window=window,
+        s_aux=torch.tensor([0.5]) if sinks else None,
+    )
+    parts = (tensor[0, 0].split(lengths) for tensor in (query, key, value))
+    sink = 0.5 if sinks else -math.inf
+    wanted = [naive(q, k, v, window, sink) for q, k, v in zip(*parts, strict=True)]
+    torch.testing.assert_close(output[0, :, 0].double(), torch.cat(wanted), rtol=1e-5, atol=1e-5)
 
 
 def shape(head: int = 128, **changed: Any) -> Any:

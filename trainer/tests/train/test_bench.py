@@ -15,18 +15,29 @@ import pytest
 
 import torch  # isort: skip
 
-from orchestrate_trainer import bench
+from model_families import hyperparameters, write_batch
 
+from orchestrate_trainer import bench, bench_parts
+from orchestrate_trainer.batch import Batch
+from orchestrate_trainer.bench_parts import PARTS, PartTimes, StepFloors, timed_parts
+from orchestrate_trainer.learner import Learner
+from orchestrate_trainer.policy import ModelOptions, load_policy
+from orchestrate_trainer.settings import Hyperparameters
+from orchestrate_trainer.step import apply
+
+#: Parts of a forward pass.
+FORWARD = ("attention", "routers", "experts", "layers, rest", "head and loss")
 PACKAGE = Path(__file__).resolve().parents[2]
 SHAPE = {
     "--model-slice": 2, "--hidden": 32, "--heads": 4, "--kv-heads": 2, "--head-width": 8,
     "--experts": 8, "--top-k": 2, "--expert-width": 16, "--vocab": 61, "--sequences": 4,
     "--tokens": 24, "--sampled": 8, "--micro-batch-tokens": 48, "--repeat": 2, "--device": "cpu",
-    "--peak-tflops": 1,
+    "--peak-tflops": 1, "--peak-gbps": 100,
 }  # fmt: skip
-ARMS = {
+STEPS = {"step_replay", "step_own_routes", "step_unpacked"}
+ARMS = STEPS | {
     "forward_replay", "forward_own_routes", "train_replay", "train_own_routes",
-    "train_plain_transformers", "step_replay",
+    "train_plain_transformers",
 }  # fmt: skip
 
 
@@ -70,11 +81,129 @@ def test_benchmark_reports_every_arm(tmp_path: Path, sampler: str) -> None:
     assert mismatch["replay"] > 0 and mismatch["own_routes"] > 0, (
         "the sampler is less precise than the trainer"
     )
+    check_parts(report["parts"])
     lines = table.read_text().splitlines()
     assert done.stdout.splitlines() == lines + judged
     rows = [line for line in lines if line.startswith("| ")]
-    assert len(rows) == 1 + len(ARMS) and len({row.count("|") for row in rows}) == 1
+    arms, parts = rows[: 1 + len(ARMS)], rows[1 + len(ARMS) :]
+    assert len({row.count("|") for row in arms}) == len({row.count("|") for row in parts}) == 1
+    assert len(parts) == 1 + len(PARTS)
     assert "torch " in lines[0] and any(line.startswith("Replay changes") for line in lines)
+
+
+def check_parts(parts: dict[str, Any]) -> None:
+    """Parts divide the time of a step, and each part that works has a least time."""
+    rows = parts["rows"]
+    assert list(rows) == list(PARTS) and parts["repetitions"] == 2
+    seconds = {part: row["seconds"] for part, row in rows.items()}
+    assert all(value >= 0 for value in seconds.values())
+    assert sum(seconds.values()) <= parts["seconds"]
+    assert sum(row["share"] for row in rows.values()) <= 1
+    working = [part for part, value in seconds.items() if value > 0]
+    assert working == list(PARTS)
+    for row in rows.values():
+        least = max(row["flops"] / 1e12, row["bytes"] / 100e9)
+        assert row["least_seconds"] == pytest.approx(least)
+    flops = {part: row["flops"] for part, row in rows.items()}
+    forward = sum(flops[part] for part in FORWARD)
+    assert flops["backward"] == pytest.approx(forward)
+    assert 0 < flops["repeated forward"] < forward / 2
+    assert flops["optimizer"] == 0 < rows["optimizer"]["bytes"]
+
+
+def test_whole_steps_are_compared_alone(tmp_path: Path) -> None:
+    """With and without replay, packed and unpacked, in turn."""
+    out = tmp_path / "bench.json"
+    arguments = [str(part) for pair in SHAPE.items() for part in pair]
+    command = [sys.executable, "-m", "orchestrate_trainer.bench", *arguments]
+    done = subprocess.run(
+        [*command, "--ratios", "--activation-checkpointing", "none", "--json", str(out)],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "PYTHONPATH": str(PACKAGE), "OMP_NUM_THREADS": "1"},
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads(out.read_text())
+    assert set(report["rows"]) == STEPS and report["time_of_plain"] is None
+    replay, packed = report["replay_cost"], report["time_of_packed"]
+    assert replay["forward"] is None and replay["train"] is None
+    for ratio in (replay["step"], packed):
+        assert 0 < ratio["least"] <= ratio["median"] <= ratio["most"]
+    for text in ("Replay changes the time of step by", "A packed step takes"):
+        assert any(line.startswith(text) for line in done.stdout.splitlines())
+    repeated = report["parts"]["rows"]["repeated forward"]
+    assert repeated["seconds"] == repeated["flops"] == 0
+
+
+def test_floors_add_up_to_the_operations_of_a_step(folders: dict[str, Path], world: Any) -> None:
+    """As counted for utilisation, in every family."""
+    for family, folder in folders.items():
+        learner = Learner.of(load_policy(folder, ModelOptions(), world), world)
+        cost = learner.policy.cost
+        floors = StepFloors.of(learner, "none", [9, 14], 5, packs=1, forwards=2)
+        forward = cost.sequence(9) + cost.sequence(14) + cost.head * 5
+        found = sum(floors.flops[part] for part in FORWARD)
+        assert found == pytest.approx(2 * forward), family
+        assert floors.flops["backward"] == pytest.approx(2 * forward)
+        # Weights, gradients and both moments in f32, which are written but for the gradient.
+        parameters = sum(parameter.numel() for parameter in learner.policy.parameters())
+        assert floors.bytes["optimizer"] == 28 * parameters
+        assert floors.seconds("optimizer", None, 1e9) is None
+        small = Learner.of(learner.policy, world, "bf16")
+        for parameter in learner.policy.parameters():
+            parameter.grad = torch.zeros_like(parameter)
+        small.optimizer.step()
+        again = StepFloors.of(small, "none", [9, 14], 5, packs=1, forwards=2)
+        assert again.bytes["optimizer"] == 20 * parameters
+
+
+def test_marks_divide_time_without_gaps(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = iter([1.0, 2.5, 3.0, 7.0, 8.0])
+    monkeypatch.setattr(bench_parts.time, "perf_counter", lambda: next(clock))
+    times = PartTimes(torch.device("cpu"))
+    for part in ("other", "experts", "other", "optimizer", "other"):
+        times.begin(part)
+    found = times.seconds()
+    assert list(found) == list(PARTS)
+    worked = {part: seconds for part, seconds in found.items() if seconds}
+    assert worked == {"other": 5.5, "experts": 0.5, "optimizer": 1.0}
+
+
+@pytest.mark.parametrize("level", ["none", "selective", "full"])
+def test_measuring_parts_changes_nothing(
+    level: Any, folders: dict[str, Path], world: Any, tmp_path: Path
+) -> None:
+    """Neither metrics nor weights, and no hook stays."""
+    plain_backward = torch.Tensor.backward
+    options = ModelOptions(activation_checkpointing=level)
+    plain, marked = (
+        Learner.of(load_policy(folders["deepseek_v3"], options, world), world) for _ in range(2)
+    )
+    policy = marked.policy
+    batch = Batch.open(write_batch(tmp_path / "batch", policy.shape, (12, 7, 19, 10, 5)))
+    settings = Hyperparameters.parse(hyperparameters(mini_steps=2))
+    hooks = hooks_of(policy)
+
+    def step(learner: Learner) -> dict[str, Any]:
+        return apply(learner, lambda: policy, batch, settings, world, lambda *_: True)
+
+    wanted = step(plain)
+    with timed_parts(marked, world.device) as times:
+        found = step(marked)
+    assert found == wanted
+    weights = zip(plain.policy.parameters(), policy.parameters(), strict=True)
+    assert all(torch.equal(one.full_tensor(), two.full_tensor()) for one, two in weights)
+    seconds = times.seconds()
+    assert (seconds["repeated forward"] > 0) == (level != "none")
+    assert all(seconds[part] > 0 for part in PARTS if part != "repeated forward")
+    assert torch.Tensor.backward is plain_backward
+    assert not {"tolist", "item", "cpu", "numpy"} & vars(torch.Tensor).keys()
+    assert hooks_of(policy) == hooks
+
+
+def hooks_of(module: torch.nn.Module) -> list[int]:
+    """Numbers of hooks of a module and all in it."""
+    return [len(part._forward_hooks) + len(part._forward_pre_hooks) for part in module.modules()]
 
 
 def test_a_step_of_the_benchmark_waits_for_the_device_once_per_mini_step() -> None:
@@ -154,6 +283,7 @@ def test_each_target_is_judged(changed: dict[str, Any], missed: list[str]) -> No
         (["--model-slice", "0"], "--layers must be at least 1"),
         (["--repeat", "0"], "--repeat must be at least 1"),
         (["--attention", "paged"], "invalid choice"),
+        (["--ratios", "--expect"], "give only one of them"),
         (["--model-slice", "four"], "invalid int"),
     ],
 )

@@ -102,7 +102,10 @@ def test_benchmark_runs_with_every_attention_kernel(tmp_path: Path, kernel: str)
     )
     assert done.returncode == 0, done.stderr
     report = json.loads(out.read_text())
-    assert report["attention"] == kernel and report["failed"] == {} and len(report["rows"]) == 6
+    assert report["attention"] == kernel and report["failed"] == {} and len(report["rows"]) == 8
     assert all(row["peak_gib"] > 0 for row in report["rows"].values())
+    parts = report["parts"]["rows"].values()
+    assert 0 < sum(row["seconds"] for row in parts) <= 1.01 * report["parts"]["seconds"]
+    assert all(row["least_seconds"] is not None for row in parts)
     # A wrong mask or offset would move log-probs by whole nats, rounding does not.
     assert all(0 < value < 1e-2 for value in report["mismatch"].values())
