@@ -9,7 +9,7 @@ use camino::{Utf8Path, Utf8PathBuf};
 use orchestrate_engine::Finish;
 use orchestrate_rollout::{
     AGENT_FOLDER, Action, Actor, AgentPreset, AgentSection, ChatModel, EpisodeKind, EpisodeReport,
-    Episodes, GradingRules, RolloutSection, Sandboxed, Scaffold, grade_by_summary,
+    EpisodeRunner, Episodes, GradingRules, RolloutSection, Sandboxed, Scaffold, grade_by_summary,
 };
 use orchestrate_sandbox::{
     DockerProvider, ImageHooks, ImageLayer, SandboxProvider as _, SandboxSection,
@@ -204,7 +204,10 @@ async fn run(case: &Case, task: &Task, layer: ImageLayer) -> (EpisodeReport, usi
         rules: GradingRules::new(grade_by_summary),
         logs: None,
     });
-    let runner = common::runner_of(Arc::clone(&engine) as _, (chat, plan), kind);
+    let rules = GradingRules::new(grade_by_summary);
+    let provider = Arc::clone(&sandboxes) as _;
+    let runner = common::runner(Arc::clone(&engine) as _, provider, (chat, plan), rules);
+    let runner = EpisodeRunner { kind, ..runner };
     let report = runner.run(common::request(task.clone()), &CancellationToken::new()).await;
     sandboxes.shutdown().await.unwrap();
     (report, sampled.load(Ordering::Relaxed))

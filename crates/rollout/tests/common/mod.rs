@@ -17,23 +17,13 @@ pub(crate) fn runner(
     (chat, settings): (Arc<ChatModel>, RolloutSettings),
     rules: GradingRules,
 ) -> EpisodeRunner {
-    let kind = sandboxed(Actor::Scaffold(Arc::default()), sandboxes, rules);
-    runner_of(engine, (chat, settings), kind)
-}
-
-/// A runner without row sharing.
-pub(crate) fn runner_of(
-    engine: Arc<dyn Engine>,
-    (chat, settings): (Arc<ChatModel>, RolloutSettings),
-    kind: EpisodeKind,
-) -> EpisodeRunner {
     EpisodeRunner {
         engine,
         chat,
         settings: Arc::new(settings),
         rows: RowSharing::default(),
         prefill_leaders: PrefillLeaders::default(),
-        kind,
+        kind: sandboxed(Actor::Scaffold(Arc::default()), sandboxes, rules),
     }
 }
 
